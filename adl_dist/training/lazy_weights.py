@@ -24,7 +24,7 @@ from adl_dist.streams import streams_kept
 # what is in no file; the folder that its weights are in; from names of tensors there to names of its own.
 DRAW, RESET_LAYER, WEIGHTS_IN, NAMES_HERE = "draw_parameter", "reset_layer", "weights_in", "names_here"
 RESETS = "reset_parameters", "_reset_parameters"  # of a layer; the second is what torch's own attention has
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+UNSET = 0x7F  # each byte of a tensor that is to be filled; an element of such bytes is a number that nobody draws
 
 
 class LazyWeights:
@@ -48,23 +48,28 @@ class LazyWeights:
             CheckpointError: If ``files`` are those of a different model.
         """
         self.files, self._seed, self._untied = files, seed, untied or {}
-        self._draw = getattr(model, DRAW, None)
-        self._dtypes = {name: t.dtype for name, t in _registered(model)}
+        self._draw, self._reset_layer = getattr(model, DRAW, None), getattr(model, RESET_LAYER, None)
         by_tensor: dict[int, list[str]] = {}
         for name, tensor in _registered(model):
             by_tensor.setdefault(id(tensor), []).append(name)
         self._names_of = {name: names for names in by_tensor.values() for name in names}  # of one tensor, if tied
+        self._dtypes = {name: tensor.dtype for name, tensor in _registered(model)}
         if files is not None:
             files.check(model)
-        check_on_meta(model)
-        self._reset_layer = getattr(model, RESET_LAYER, None)
+        for name, tensor in _registered(model):
+            if not tensor.is_meta:
+                raise ConfigError(
+                    f"the model is on torch.device('meta') in part: '{name}' is on {tensor.device}; build all of it "
+                    "within one `with torch.device('meta'):`, or nothing"
+                )
         if self._reset_layer is not None and files is None:
             raise ConfigError(
                 f"a {type(model).__name__} draws all its weights together, so on torch.device('meta') it takes them "
                 "from files only: give init_from=, or build it with its weights (runtime.meta_init=false)"
             )
         for name, layer in _layers(model):
-            if (needs := self._of_reset(name, layer)) and self._reset(layer) is None:
+            needs = [full for key, tensor in _own(layer) if self._is_reset(full := _full(name, key), tensor)]
+            if needs and self._reset(layer) is None:
                 raise ConfigError(
                     f"'{needs[0]}' is on torch.device('meta') and cannot be made: {type(layer).__name__} has no "
                     "reset_parameters() that fills its parameters and buffers, as torch's layers have; give it one, "
@@ -95,65 +100,57 @@ class LazyWeights:
     def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
         """Read the tensors ``todo`` of a layer, or draw them."""
         values: dict[str, Tensor] = {}
-        if self.files is not None:
-            for full in todo:
-                for _, value in self.files.read(self._found(full)[:1]):
-                    values[full] = value.to(self._dtypes[full])
-        for full in todo.keys() - values.keys():
-            assert self._draw is not None
-            values[full] = _unset(torch.empty(todo[full].shape, dtype=self._dtypes[full]))
-            first = self._names_of[full][0]
-            self._draw(self._untied.get(first, first), values[full])
-            _check_set(full, values[full], "the model's draw_parameter")
+        for full, old in todo.items():
+            if self.files is not None and (found := self._in_files(full)) is not None:
+                ((_, value),) = self.files.read([found])
+                values[full] = value.to(self._dtypes[full])
+            else:
+                assert self._draw is not None
+                first = self._names_of[full][0]
+                values[full] = _unset(old, self._dtypes[full])
+                self._draw(self._untied.get(first, first), values[full])
+                _check_set(full, values[full], "the model's draw_parameter")
         return values
 
-    def _found(self, name: str) -> list[str]:
-        """Return the names of the tensor ``name`` that the files have."""
-        return [each for each in self._names_of[name] if self.files is not None and each in self.files.tensors]
+    def _in_files(self, full: str) -> str | None:
+        """Return the name of a tensor in the files, or None."""
+        files = () if self.files is None else self.files.tensors
+        return next((name for name in self._names_of[full] if name in files), None)
 
-    def _of_reset(self, name: str, layer: nn.Module) -> list[str]:
-        """Return the names of tensors that ``reset_parameters`` has to make."""
-        found = []
-        for key, tensor in _own(layer):
-            full = _full(name, key)
-            is_drawn = isinstance(tensor, nn.Parameter) and (self._draw is not None or self.files is not None)
-            if not is_drawn and not self._found(full):
-                found.append(full)
-        return found
+    def _is_reset(self, full: str, tensor: Tensor) -> bool:
+        """Return whether ``reset_parameters`` has to make a tensor."""
+        is_drawn = isinstance(tensor, nn.Parameter) and (self._draw is not None or self.files is not None)
+        return not is_drawn and self._in_files(full) is None
 
     def _reset(self, layer: nn.Module) -> Any:
-        """Return the function that fills the other tensors, or None."""
+        """Return the function that fills the tensors of ``layer``, or None."""
         if self._reset_layer is not None:
             return partial(self._reset_layer, layer)
         return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make those of ``todo`` that only ``reset_parameters`` makes."""
-        if not {*self._of_reset(name, layer)} & todo.keys():
+        needed = [full for full, tensor in todo.items() if self._is_reset(full, tensor)]
+        if not needed:
             return {}
         before = dict(_own(layer))
         for key, old in before.items():
             if old.is_meta:  # as it was built, whatever dtype it has got since
-                empty = _unset(torch.empty(old.shape, dtype=self._dtypes[_full(name, key)]))
+                empty = _unset(old, self._dtypes[_full(name, key)])
                 _hold(layer, key, nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty)
-        reset = self._reset(layer)
-        assert reset is not None
+        where = f"{type(layer).__name__}.reset_parameters()"
         with streams_kept():
             torch.default_generator.manual_seed(weights_seed(self._seed, name))
             try:
-                reset()
+                self._reset(layer)()
             except Exception as error:
-                raise ConfigError(
-                    f"'{name}' cannot be made: {type(layer).__name__}.reset_parameters() fails with "
-                    f"{in_one_line(error)}"
-                ) from error
-        after = {_full(name, key): t.detach() for key, t in _own(layer)}
+                raise ConfigError(f"'{name}' cannot be made: {where} fails with {in_one_line(error)}") from error
+        made = {full: tensor.detach() for key, tensor in _own(layer) if (full := _full(name, key)) in needed}
         for key, old in before.items():
             _hold(layer, key, old)
-        wanted = {full: after[full] for full in self._of_reset(name, layer) if full in todo}
-        for full, value in wanted.items():
-            _check_set(full, value, f"{type(layer).__name__}.reset_parameters()")
-        return wanted
+        for full, value in made.items():
+            _check_set(full, value, where)
+        return made
 
 
 def is_lazy_model(model: nn.Module) -> bool:
@@ -217,16 +214,6 @@ def load_initial(model: nn.Module, path: PurePath, skip: Sequence[str] = ()) -> 
     WeightFiles.at(path).load_into(model, skip)
 
 
-def check_on_meta(model: nn.Module) -> None:
-    """Raise ConfigError unless all tensors are on meta."""
-    for name, tensor in _registered(model):
-        if not tensor.is_meta:
-            raise ConfigError(
-                f"the model is on torch.device('meta') in part: '{name}' is on {tensor.device}; build all of it "
-                "within one `with torch.device('meta'):`, or nothing"
-            )
-
-
 def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
@@ -268,20 +255,19 @@ def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
         layer._buffers[key] = tensor
 
 
-def _unset(tensor: Tensor) -> Tensor:
-    """Fill ``tensor`` with values that :func:`_check_set` recognises."""
-    bits = _bits(tensor)
-    bits.fill_(torch.iinfo(bits.dtype).max)
-    return tensor
+def _unset(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of this shape with values that :func:`_check_set` recognises."""
+    made = torch.empty(tensor.shape, dtype=dtype)
+    _bytes(made).fill_(UNSET)
+    return made
 
 
 def _check_set(name: str, tensor: Tensor, by: str) -> None:
-    """Raise ConfigError if a part of ``tensor`` is as :func:`_unset` left it."""
-    if tensor.is_meta or bool((_bits(tensor) == torch.iinfo(_bits(tensor).dtype).max).any()):
+    """Raise ConfigError if an element of ``tensor`` is as :func:`_unset` left it."""
+    if tensor.is_meta or bool((_bytes(tensor) == UNSET).all(dim=1).any()):
         raise ConfigError(f"'{name}' was on torch.device('meta'), and {by} does not fill it, or not all of it")
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the memory of ``tensor`` as whole numbers; the largest is NaN, or no bool."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real if real.dtype is torch.uint8 else real.view(WHOLE[real.itemsize])
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes [elements, bytes of one] of ``tensor``."""
+    return tensor.contiguous().view(-1, 1).view(torch.uint8)

@@ -335,7 +335,7 @@ class PartitionedModel:
         is_new = samples.trains and not settled.samples.trains and self.num_stages == 1  # no backward was looked at
         if not is_new and settled.holds_for(samples):
             if samples.trains:
-                check_trains(settled.result)
+                check_trains(settled.result, samples)
             return settled
         if self._model is None:
             raise ConfigError(

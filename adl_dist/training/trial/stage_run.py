@@ -64,40 +64,41 @@ class TrialResult(NamedTuple):
     num_outputs: int | None  # its output's dimension of classes; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
+    single_fault: str | None = None  # why the model cannot be trained on a micro-batch of one sample
 
 
 @dataclass
-class Observation:
-    """Observations of one stage in one mode, one entry for each micro-batch."""
+class Crossing:
+    """The tensors that arrived at one stage in one micro-batch, without elements."""
 
-    acts: list[tuple[int, Tensors]] = field(default_factory=list)  # with the number of samples; without elements
-    needs_grad: list[list[bool]] = field(default_factory=list)
-    gets_grad: list[list[bool]] = field(default_factory=list)
-    keeps_memory: list[list[bool]] = field(default_factory=list)  # of each tensor that it returns
-
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the acts; sizes that differ are open."""
-        sizes = [size for size, _ in self.acts]
-        found = []
-        for tensors in zip(*(acts for _, acts in self.acts), strict=True):
-            batched = all(t.ndim and len(t) == size for t, size in zip(tensors, sizes, strict=True))
-            found.append([TensorSpec.of(tensor, batched=batched) for tensor in tensors])
-        return merge_specs([*zip(*found, strict=True)])
+    size: int  # number of samples
+    acts: Tensors
+    needs_grad: list[bool]
+    keeps_memory: list[bool] = field(default_factory=list)  # of each tensor that the stage returned
 
 
-def crossing_acts(mode: ModePlan, edge: int) -> Observation:
+def specs_of(seen: Sequence[tuple[int, Tensors]]) -> tuple[TensorSpec, ...]:
+    """Return the specs of tensors in micro-batches of several sizes; sizes that differ are open."""
+    found = []
+    for tensors in zip(*(tensors for _, tensors in seen), strict=True):
+        batched = all(t.ndim and len(t) == size for t, (size, _) in zip(tensors, seen, strict=True))
+        found.append([TensorSpec.of(tensor, batched=batched) for tensor in tensors])
+    return merge_specs([*zip(*found, strict=True)])
+
+
+def recorded_crossings(mode: ModePlan, edge: int) -> list[Crossing]:
     """Return the tensors recorded to cross the edge after stage ``edge``."""
-    recorded, seen = mode.recorded, Observation()
+    recorded, seen = mode.recorded, []
     labels = [slot[0] for slot in mode.crossing[edge]]
     tail = [len(labels)] if mode.decides else []
     tail += [sum(map(len, recorded.inputs[0]))] if mode.sizes[edge] is None else []
+    needs = [recorded.tensors[label][1] for label in labels] + [False] * len(tail)
     for run, inputs in enumerate(recorded.inputs):
         made = [
             torch.empty(recorded.shapes[label][run], dtype=recorded.tensors[label][0], device=META) for label in labels
         ]
         numbers = [torch.empty(size, dtype=torch.int64, device=META) for size in tail]
-        seen.acts.append((inputs[0][0], (*made, *numbers)))
-        seen.needs_grad.append([recorded.tensors[label][1] for label in labels] + [False] * len(tail))
+        seen.append(Crossing(inputs[0][0], (*made, *numbers), needs))
     return seen
 
 
@@ -134,7 +135,8 @@ class StageRun:
         self._within = spec.precision.autocasting(device)
         self._draws_common = any(is_part(stage) and stage.draws[0] for stage in stages)
         self.is_lazy = any(p.is_meta for p in stages[0].parameters())
-        self._seen = [[Observation() for _ in stages] for _ in Specs._fields]
+        self._seen: list[list[list[Crossing]]] = [[[] for _ in stages] for _ in Specs._fields]
+        self._gets_grad: list[list[list[bool]]] = [[] for _ in stages]
         self._draws: list[set[str]] = [set() for _ in stages]
         self._targets: list[tuple[int, Tensors]] = []
         self._outputs: list[tuple[Any, Batch]] = []  # of both micro-batches in training, with targets
@@ -215,9 +217,11 @@ class StageRun:
         needs = [False] * len(tensors)
         for k, stage in enumerate(self.stages):
             stage.train(training)
-            seen, before = self._seen[0 if training else 1][k], Streams(self._device)
-            seen.acts.append((size, tuple(torch.empty_like(t, device=META) for t in tensors)))
-            seen.needs_grad.append(needs)
+            seen, before = (
+                Crossing(size, tuple(torch.empty_like(t, device=META) for t in tensors), needs),
+                Streams(self._device),
+            )
+            self._seen[0 if training else 1][k].append(seen)
             leaves = tuple(_as_sent(t).requires_grad_(need) for t, need in zip(tensors, needs, strict=True))
             names = describe_names(batch.input_) if k == 0 else ""
             gets = f"{self._places[k]} gets {', '.join(_shown(t) for t in leaves)}{names}"
@@ -230,7 +234,8 @@ class StageRun:
                 seeds = seeds[0], vars(stage)["own_streams"]
             tensors = flatten_output(out)
             needs = [t.requires_grad for t in tensors]
-            seen.keeps_memory.append(_lies_in(tensors, self.modules[k]))
+            memory = {memory_of(tensor) for tensor in (*self.modules[k].parameters(), *self.modules[k].buffers())}
+            seen.keeps_memory = [memory_of(out) in memory for out in tensors]
             passage.acts.append(leaves)
             passage.ends.append(tensors)
             if k == self.last:
@@ -324,7 +329,7 @@ class StageRun:
 
     def _note_gradients(self, k: int, gets: list[bool]) -> None:
         """Note the acts with a gradient, which must be the same each time."""
-        before = self._seen[0][k].gets_grad
+        before = self._gets_grad[k]
         before.append(gets)
         if gets != before[0] and k > 0:
             raise CutImpossibleError(
@@ -338,12 +343,14 @@ class StageRun:
             ConfigError: If the method cannot train the model's output.
         """
         method, acts, infos = self._spec.pipeline.method, {}, {}
-        for k, (seen, in_evaluation) in enumerate(zip(*self._seen, strict=True)):
-            gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
-            acts[k] = Specs(seen.specs(), in_evaluation.specs()).getting_gradients(gets_grad)
+        for k, modes in enumerate(zip(*self._seen, strict=True)):
+            gets_grad = self._gets_grad[k][-1] if self._gets_grad[k] else None
+            specs = Specs(*(specs_of([(one.size, one.acts) for one in seen]) for seen in modes))
+            kept = [[any(of) for of in zip_longest(*(one.keeps_memory for one in seen))] for seen in modes]
+            acts[k] = specs.getting_gradients(gets_grad)
             infos[k] = StageInfo(
-                keeps_memory=(_any(seen.keeps_memory), _any(in_evaluation.keeps_memory)),
-                needs_grad=seen.needs_grad[-1],
+                keeps_memory=(kept[0], kept[1]),
+                needs_grad=modes[0][-1].needs_grad,
                 gets_grad=gets_grad,
                 draws=frozenset(self._draws[k]),
                 inputs=None if is_part(self.stages[k]) else tree_structure(samples.one[0]),
@@ -354,7 +361,7 @@ class StageRun:
                 sent = acts[k + 1].training
                 gets_gradient = all(act.takes_gradient and act.is_floating_point for act in sent)
                 check_outs(method, k, [act.shape for act in sent], gets_gradient=gets_gradient)
-        out, targets = self._outs[0], Observation(self._targets).specs()
+        out, targets = self._outs[0], specs_of(self._targets)
         num_classes = out.shape[1] if out.ndim == 2 else None
         fault = self._loss_fault(samples)
         return TrialResult(acts, targets, link_stages(infos), num_classes, self._num_outputs, self._learns, fault)
@@ -453,12 +460,6 @@ def _shown(tensor: Tensor) -> str:
     return str(TensorSpec.of(tensor)) if tensor.ndim else "a number"
 
 
-def _lies_in(outs: Sequence[Tensor], module: nn.Module) -> list[bool]:
-    """Return whether each of ``outs`` lies in memory of ``module``."""
-    own = {memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    return [memory_of(out) in own for out in outs]
-
-
 def _check_output(out: Any, size: int, gets: str) -> None:
     """Raise a ConfigError if ``out`` of the model is not of ``size`` samples."""
     for leaf in flatten_output(out):  # numbers, like a penalty next to the output, are for the loss to take
@@ -467,7 +468,3 @@ def _check_output(out: Any, size: int, gets: str) -> None:
                 f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
                 "first dimension is the batch"
             )
-
-
-def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
-    return [any(each) for each in zip_longest(*flags, fillvalue=False)]

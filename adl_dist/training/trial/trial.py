@@ -34,7 +34,14 @@ from adl_dist.training.trial.comparison import (
     record_calls,
 )
 from adl_dist.training.trial.samples import NUM_SAMPLES, Samples
-from adl_dist.training.trial.stage_run import StageRun, TrialResult, crossing_acts, exhaust, forward_error
+from adl_dist.training.trial.stage_run import (
+    StageRun,
+    TrialResult,
+    exhaust,
+    forward_error,
+    recorded_crossings,
+    specs_of,
+)
 from adl_dist.transport.spec import Specs, TensorSpec
 
 SHARED = (
@@ -155,9 +162,9 @@ class Trial:
             result = run.result(self.samples)
             if plan is not None and self.is_lazy:
                 result = _with_recorded(result, plan)
-            if self.samples.trains:
-                check_trains(result)
-                self._check_single()
+            result = result._replace(single_fault=self._single_fault())
+        if self.samples.trains:
+            check_trains(result, self.samples)
         return result
 
     def _cut(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
@@ -212,26 +219,24 @@ class Trial:
             f"the stages do not compute as the uncut model: {difference}{where}; likely cause: {cause}"
         )
 
-    def _check_single(self) -> None:
-        """Raise ConfigError if the model cannot be trained on a micro-batch of one sample that the run has."""
-        if 1 not in self.samples.sizes[0]:
-            return
+    def _single_fault(self) -> str | None:
+        """Return why the model cannot be trained on one sample, or None."""
         try:
-            self._uncut().forward(self.samples.repeated(1), "one sample")
+            with warnings.catch_warnings(action="ignore"):  # of a size that may never come
+                self._uncut().forward(self.samples.repeated(1), "one sample")
         except (ConfigError, PartitionError) as error:
-            raise ConfigError(
-                f"a micro-batch of the training data holds 1 sample, and {error}; choose another train.batch_size, so "
-                "that none does, also not the last of an epoch"
-            ) from error
+            return str(error)
+        return None
 
 
 def _with_recorded(result: TrialResult, plan: StagePlan) -> TrialResult:
     """Return the facts about a model on meta, with those recorded of each stage."""
     acts, infos = dict(result.acts), {0: replace(result.infos[0], inputs=None)}
     for k in range(1, plan.num_stages):
-        seen = [crossing_acts(plan.modes[training], k - 1) for training in (True, False)]
-        needs = seen[0].needs_grad[0]
-        acts[k] = Specs(*(one.specs() for one in seen)).getting_gradients(needs)
+        modes = [recorded_crossings(plan.modes[training], k - 1) for training in (True, False)]
+        needs = modes[0][0].needs_grad
+        specs = Specs(*(specs_of([(one.size, one.acts) for one in seen]) for seen in modes))
+        acts[k] = specs.getting_gradients(needs)
         infos[k] = replace(infos[0], needs_grad=needs, gets_grad=needs, keeps_memory=((), ()))
     return result._replace(acts=acts, infos=link_stages(infos))
 
@@ -283,8 +288,8 @@ def settle_formats(model: nn.Module, spec: TrainSpec, samples: Samples, attempt:
     raise AssertionError("the last format either succeeds or raises")
 
 
-def check_trains(result: TrialResult) -> None:
-    """Raise ConfigError if the loss cannot train the model."""
+def check_trains(result: TrialResult, samples: Samples) -> None:
+    """Raise ConfigError if the loss cannot train the model on ``samples``."""
     if result.loss_fault is not None:
         raise ConfigError(result.loss_fault)
     if not result.learns:
@@ -292,4 +297,9 @@ def check_trains(result: TrialResult) -> None:
             "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
+        )
+    if 1 in samples.sizes[0] and result.single_fault is not None:
+        raise ConfigError(
+            f"a micro-batch of the training data holds 1 sample, and {result.single_fault}; choose another "
+            "train.batch_size, so that none does, also not the last of an epoch"
         )
