@@ -32,7 +32,7 @@ from adl_dist.training.startup_sync import check_consistent
 from adl_dist.training.tied_copies import parameters_by_name
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
-from adl_dist.training.warm_up import check_without_warm_up, keep_hooks, needs_warm_up, warm_up
+from adl_dist.training.warm_up import WarmUp, check_without_warm_up, keep_hooks, needs_warm_up
 
 Settings = dict[str, Any]
 
@@ -89,10 +89,9 @@ def build_worker(
         check_without_warm_up(world.backend)
     elif needs_warm_up(spec, world.device):
         num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
-        with_updates = world.backend == "nccl"
+        warm_up = WarmUp(spec, world.device, result.acts, samples, terms, num_loaded, world.backend == "nccl")
         with keep_hooks(modules.values()):
-            thrown_away = make_stages()
-            warm_up(thrown_away, spec, world.device, result.acts, samples, terms, num_loaded, with_updates=with_updates)
+            warm_up.run(make_stages())
     stages = make_stages()
     made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
@@ -217,17 +216,17 @@ def build_stages(
     compiler: Compiler,
 ) -> dict[int, Stage]:
     """Build the stages that train ``modules`` on ``device``."""
-    if spec.pipeline.spec.local_losses and isinstance(spec.loss_fn, nn.Module):
-        own = {
-            k: replace(spec, loss_fn=copy.deepcopy(spec.loss_fn)) for k in modules if k < spec.pipeline.num_stages - 1
-        }
-    else:
-        own = {}
+
+    def spec_of(k: int) -> TrainSpec:
+        is_shared = k == spec.pipeline.num_stages - 1 or not spec.pipeline.spec.local_losses
+        is_shared |= not isinstance(spec.loss_fn, nn.Module)
+        return spec if is_shared else replace(spec, loss_fn=copy.deepcopy(spec.loss_fn))
+
     stages = {
         k: Stage(
             module,
             k,
-            own.get(k, spec),
+            spec_of(k),
             device=device,
             head=build_stage_head(k, spec, result, device),
             info=result.infos[k],
@@ -284,24 +283,23 @@ def schedule_learning_rates(stages: Mapping[int, Stage], spec: TrainSpec, startu
     made: list[dict[str, Any]] = []
     scheduled: set[str] | None = None
     for k, learner in ((k, learner) for k, stage in stages.items() for learner in stage.learners):
-        if learner.optimizer is None:
+        optimizer = learner.optimizer
+        if optimizer is None:
             continue
-        held = {id(p) for group in learner.optimizer.param_groups for p in group["params"]}
-        left = [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]
-        if left:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if left := [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]:
             warn(
                 f"{learner.where}: {', '.join(left[:3])}{' ..' * (len(left) > 3)} are in no group of the optimizer and "
                 "are not trained; set requires_grad=False if that is meant. An optimizer gets those of its stage"
             )
-        made.append({"optimizer": described_optimizer(learner.optimizer)})
+        made.append({"optimizer": described_optimizer(optimizer)})
         if spec.lr_schedule is None:
             continue
-        make = partial(build_lr_schedule, spec.lr_schedule, learner.optimizer, **length)
+        make = partial(build_lr_schedule, spec.lr_schedule, optimizer, **length)
         if scheduled is None:  # one for all: a schedule knows no stage
-            scheduled = try_schedule(make, learner.optimizer, length["total_updates"])
-        learner.scheduled = scheduled
+            scheduled = try_schedule(make, optimizer, length["total_updates"])
         lead = spec.pipeline.lr_lead(k)
-        learner.lr_schedule = make()
+        learner.scheduled, learner.lr_schedule = scheduled, make()
         made[-1]["lr_schedule"] = {"name": [class_name(type(learner.lr_schedule))]}
         learner.lr_updates = length["total_updates"] - lead
         fast_forward(learner.lr_schedule, min(lead, length["total_updates"]))

@@ -57,15 +57,18 @@ def connect_stages(
     the loss's arguments after the output, with ``COUNTS`` as the last if it counts its terms. ``codecs`` are for
     activations and gradients only: targets, labels and the sums of tied weights are never coded.
     """
-    edges = edges_of(pipeline)
-    joiner = _Joiner(world, stages, pipeline)
+    edges, tied = edges_of(pipeline), tied_edges(pipeline)
     if world.is_distributed:
         has_headers = world.backend == "nccl" and any(specs.varies for specs in acts.values())
         links = {what for what, _, _ in edges} | ({f"act{SIZES}"} if has_headers else set())
-        world.connect_more(sorted(links), [message for _, _, message in tied_edges(pipeline)])
+        world.connect_more(sorted(links), [message for _, _, message in tied])
+    join = _Joiner(world, stages, pipeline)
     for what, source, to in edges:
         if source not in stages and to not in stages:
             continue
+        # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
+        is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
+        ahead = receives_ahead(pipeline, source, to) if world.backend == "gloo" else POSTED_AHEAD
         if what == "act":
             wire = Wire(acts[to], what, codecs.activations)
         elif what == "grad":
@@ -74,20 +77,17 @@ def connect_stages(
             wire = Wire(acts[source].of_gradients(), what, codecs.gradients, seed_of)
         elif what in ("norm", "total"):
             wire = Wire(specs_of_norm(what, stages[source if source in stages else to]), what)
+            ahead = int(
+                world.backend == "gloo"
+            )  # of the next group, which a stop keeps: its first micro-batch is later
         else:
             wire = Wire(GO if what == "go" else Specs.always(targets), what)
-        # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
-        is_read = what in ("go", "label") or (what == "target" and targets[-1] == COUNTS)
-        device = torch.device("cpu") if is_read else world.device
-        ahead = receives_ahead(pipeline, source, to) if world.backend == "gloo" else POSTED_AHEAD
-        if what in ("norm", "total"):  # of the next group, which a stop keeps, as its first micro-batch is loaded later
-            ahead = int(world.backend == "gloo")
-        joiner.join(wire, source, to, device=device, posted_ahead=ahead)
-    for tie, op, (what, source, to) in tied_edges(pipeline):
+        join(wire, source, to, device=torch.device("cpu") if is_read else world.device, posted_ahead=ahead)
+    for tie, op, (what, source, to) in tied:
         if (here := stages.get(source, stages.get(to))) is not None:
             wire = Wire(specs_of_tied(here.ties[tie.number]), what)
-            joiner.join(wire, source, to, device=world.device, posted_ahead=posted_ahead(pipeline, tie, op, to))
-    return joiner.contexts
+            join(wire, source, to, device=world.device, posted_ahead=posted_ahead(pipeline, tie, op, to))
+    return join.contexts
 
 
 class _Joiner:
@@ -99,7 +99,7 @@ class _Joiner:
         self._most = max_pending_of(pipeline) if world.is_distributed else {}
         self._answers: dict[int, SpecsByMicroBatch] = {k: {} for k in stages}
 
-    def join(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
+    def __call__(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
         """Make the ends of an edge, with arrival on ``device``."""
         what, contexts = wire.what, self.contexts
         units = f" ({describe_units(contexts[source].stage.module)})" if source in contexts else ""

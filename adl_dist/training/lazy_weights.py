@@ -24,7 +24,7 @@ from adl_dist.streams import streams_kept
 # what is in no file; the folder that its weights are in; from names of tensors there to names of its own.
 DRAW, RESET_LAYER, WEIGHTS_IN, NAMES_HERE = "draw_parameter", "reset_layer", "weights_in", "names_here"
 RESETS = "reset_parameters", "_reset_parameters"  # of a layer; the second is what torch's own attention has
-UNSET = 0x7F  # each byte of a tensor that is to be filled; an element of such bytes is a number that nobody draws
+UNSET = 0x7F  # each byte of a tensor that is to be filled; an element of such bytes is no number that is drawn
 
 
 class LazyWeights:

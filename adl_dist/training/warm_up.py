@@ -10,6 +10,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,108 +59,120 @@ def check_without_warm_up(backend: str) -> None:
         )
 
 
-def warm_up(
-    stages: Mapping[int, Stage],
-    spec: TrainSpec,
-    device: torch.device,
-    acts: Mapping[int, Specs],
-    samples: Samples,
-    terms: LossTerms | None,
-    num_loaded: int,
-    *,
-    with_updates: bool,
-) -> None:
-    """Train and evaluate ``stages`` on zeros; restore their tensors.
+@dataclass
+class WarmUp:
+    """Discarded updates of the stages of a process, which are made for this only.
 
-    Optimizers, versions and counters are not put back: the stages are made for this only. A stage that fails is left
-    to its first real micro-batch.
-
-    ``acts`` are the tensors that arrive at each of them and at the next one; ``samples`` have the inputs of the first
-    stage and the targets of the last one. ``num_loaded`` inputs are loaded at the same time; 0 if none are loaded here.
-    ``with_updates``: train until all versions of the weights have been used.
+    Attributes:
+        spec: the specification of the training.
+        device: the device of the stages.
+        acts: the tensors that arrive at each of them and at the next one.
+        samples: the inputs of the first stage and the targets of the last one.
+        terms: the counter of the loss's terms, if it counts them.
+        num_loaded: inputs that are loaded at the same time; 0 if none are loaded here.
+        with_updates: train until all versions of the weights have been used.
     """
-    samples = samples.to(device, channels_last=bool(spec.precision.channels_last))
-    modules = [module for stage in stages.values() for module in (stage.module, stage.head) if module is not None]
-    largest = max(samples.sizes[0], default=0)
-    with _restored([*modules, *([spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else [])], device):
-        for k, stage in stages.items():
-            works = [(_work(spec, k, size, full=with_updates and size == largest), True) for size in samples.sizes[0]]
-            for size in samples.sizes[1]:
-                segment = Segment.without_groups(size, size)
-                work = evaluation_work(segment, num_stages=spec.pipeline.num_stages, stages=[k])[k]
-                works.append((work, False))
-            for work, training in works:
-                try:
-                    _carry_out(stage, spec, device, acts, samples, terms, work, training=training)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # the user's code, on values that are not the user's data
-                    logger.info("stage %d: no warm-up with %d samples: %s", k, work.sizes[0], in_one_line(error))
-            if largest and device.type == "cuda":
-                _code(k, spec, device, acts, largest)
-    if device.type == "cuda":
-        if largest:
-            _pin(samples, largest, num_loaded)
-        torch.cuda.synchronize(device)
 
+    spec: TrainSpec
+    device: torch.device
+    acts: Mapping[int, Specs]
+    samples: Samples
+    terms: LossTerms | None
+    num_loaded: int
+    with_updates: bool
 
-def _work(spec: TrainSpec, k: int, size: int, *, full: bool) -> StageWork:
-    """Return the work of stage ``k`` on one micro-batch or more.
+    def run(self, stages: Mapping[int, Stage]) -> None:
+        """Train and evaluate ``stages`` on zeros; restore their tensors.
 
-    If ``full``, all versions of its weights are used.
-    """
-    pipeline = spec.pipeline
-    M = pipeline.micro_batches_per_update
-    num_micro_batches = M * (pipeline.updates_to_fill + NUM_UPDATES) if full else 1
-    segment = Segment(
-        epoch=pipeline.method.flush_epochs,
-        first_update=0,
-        num_samples=size * num_micro_batches,
-        micro_batch_size=size,
-        accumulation_steps=M,
-    )
-    return training_work(pipeline, segment, stages=[k])[k]
+        Optimizers, versions and counters are not put back. A stage that fails is left to its first real micro-batch.
+        """
+        self.samples = self.samples.to(self.device, channels_last=bool(self.spec.precision.channels_last))
+        modules = [module for stage in stages.values() for module in (stage.module, stage.head) if module is not None]
+        loss = [self.spec.loss_fn] if isinstance(self.spec.loss_fn, nn.Module) else []
+        largest = max(self.samples.sizes[0], default=0)
+        with _restored([*modules, *loss], self.device):
+            for k, stage in stages.items():
+                works = [self._training(k, size, full=size == largest) for size in self.samples.sizes[0]]
+                for number, work in enumerate([*works, *(self._evaluation(k, size) for size in self.samples.sizes[1])]):
+                    try:
+                        self._carry_out(stage, work, training=number < len(works))
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:  # the user's code, on values that are not the user's data
+                        logger.info("stage %d: no warm-up with %d samples: %s", k, work.sizes[0], in_one_line(error))
+        if self.device.type == "cuda":
+            if largest:
+                self._code(largest)
+                self._pin(largest)
+            torch.cuda.synchronize(self.device)
 
+    def _training(self, k: int, size: int, *, full: bool) -> StageWork:
+        """Return the work on one micro-batch; if ``full``, on as many as use all versions of the weights."""
+        pipeline = self.spec.pipeline
+        M = pipeline.micro_batches_per_update
+        num_micro_batches = M * (pipeline.updates_to_fill + NUM_UPDATES) if full and self.with_updates else 1
+        segment = Segment(
+            epoch=pipeline.method.flush_epochs,
+            first_update=0,
+            num_samples=size * num_micro_batches,
+            micro_batch_size=size,
+            accumulation_steps=M,
+        )
+        return training_work(pipeline, segment, stages=[k])[k]
 
-def _carry_out(  # 8: a stage, facts about it, and its actions
-    stage: Stage,
-    spec: TrainSpec,
-    device: torch.device,
-    acts: Mapping[int, Specs],
-    samples: Samples,
-    terms: LossTerms | None,
-    work: StageWork,
-    *,
-    training: bool,
-) -> None:
-    k, size = stage.index, work.sizes[0]
-    batch = samples.repeated(size)
-    inputs, targets = tensors_of(batch.input_), tensors_of(batch.target)
-    if terms is not None:
-        counts = torch.tensor([1.0, terms.count(batch.target)], dtype=torch.float64)
-        targets = (*targets, counts.repeat(size, 1))
-    arriving: dict[str, Tensors] = {"target": targets, "label": targets, "go": ()}
-    if k in acts:
-        arriving["act"] = zeros_of(acts[k], size, device, training=training)
-    if training and k + 1 in acts:
-        arriving["grad"] = zeros_of(acts[k + 1].of_gradients(), size, device, training=training)
-    for action in work.actions:
-        if isinstance(action, TiedAction):
-            arriving[what_of(action)] = zeros_of(specs_of_tied(stage.ties[action.tie.number]), 1, device, training=True)
-        elif action.op in (Op.RECV_NORM, Op.RECV_TOTAL):
-            arriving[what_of(action)] = zeros_of(specs_of_norm(what_of(action), stage), 1, device, training=True)
-    nowhere: Any = SimpleNamespace(open=_do_nothing, send=_do_nothing, drain=_do_nothing)
-    context = StageContext(
-        stage,
-        receivers={kind: _giving(tensors) for kind, tensors in arriving.items()},
-        senders=defaultdict(lambda: nowhere),
-        batches=iter([(*inputs, *targets)] * len(work.sizes)),
-        num_inputs=len(inputs),
-        loss_grads=[torch.ones((), dtype=spec.precision.dtype, device=device)] * len(work.sizes),
-    )
-    stage.begin(spec.pipeline.method.flush_epochs, training=training)
-    context.open(work, training=training)
-    engine.run(((k, action) for action in work.actions), {k: context})
+    def _evaluation(self, k: int, size: int) -> StageWork:
+        segment = Segment.without_groups(size, size)
+        return evaluation_work(segment, num_stages=self.spec.pipeline.num_stages, stages=[k])[k]
+
+    def _carry_out(self, stage: Stage, work: StageWork, *, training: bool) -> None:
+        k, size, zeros = stage.index, work.sizes[0], partial(zeros_of, device=self.device, training=training)
+        batch = self.samples.repeated(size)
+        inputs, targets = tensors_of(batch.input_), tensors_of(batch.target)
+        if self.terms is not None:
+            counts = torch.tensor([1.0, self.terms.count(batch.target)], dtype=torch.float64)
+            targets = (*targets, counts.repeat(size, 1))
+        arriving: dict[str, Tensors] = {"target": targets, "label": targets, "go": ()}
+        if k in self.acts:
+            arriving["act"] = zeros(self.acts[k], size)
+        if training and k + 1 in self.acts:
+            arriving["grad"] = zeros(self.acts[k + 1].of_gradients(), size)
+        for action in work.actions:
+            if isinstance(action, TiedAction):
+                arriving[what_of(action)] = zeros(specs_of_tied(stage.ties[action.tie.number]), 1)
+            elif action.op in (Op.RECV_NORM, Op.RECV_TOTAL):
+                arriving[what_of(action)] = zeros(specs_of_norm(what_of(action), stage), 1)
+        nowhere: Any = SimpleNamespace(open=_do_nothing, send=_do_nothing, drain=_do_nothing)
+        context = StageContext(
+            stage,
+            receivers={kind: _giving(tensors) for kind, tensors in arriving.items()},
+            senders=defaultdict(lambda: nowhere),
+            batches=iter([(*inputs, *targets)] * len(work.sizes)),
+            num_inputs=len(inputs),
+            loss_grads=[torch.ones((), dtype=self.spec.precision.dtype, device=self.device)] * len(work.sizes),
+        )
+        stage.begin(self.spec.pipeline.method.flush_epochs, training=training)
+        context.open(work, training=training)
+        engine.run(((k, action) for action in work.actions), {k: context})
+
+    def _code(self, size: int) -> None:
+        """Code and restore all messages that are coded."""
+        codecs = self.spec.precision.codecs
+        for specs in self.acts.values():
+            for crossing, codec in ((specs, codecs.activations), (specs.of_gradients(), codecs.gradients)):
+                if codec != "none":
+                    coder = Coder(codec, lambda micro_batch: 0)
+                    tensors = zeros_of(crossing, size, self.device, training=True)
+                    coder.decode(crossing.training, size, coder.encode(crossing.training, tensors, 0))
+
+    def _pin(self, size: int) -> None:
+        """Allocate pinned memory, which torch keeps when it is freed."""
+        batch = self.samples.repeated(size)
+        needed = [(tensor, self.num_loaded) for tensor in tensors_of(batch.input_)]
+        needed += [(tensor, max(self.num_loaded, NUM_TARGETS)) for tensor in tensors_of(batch.target)]
+        held = [
+            torch.empty(like.shape, dtype=like.dtype, pin_memory=True) for like, number in needed for _ in range(number)
+        ]
+        del held  # at the same time
 
 
 @contextmanager
@@ -201,27 +215,6 @@ def keep_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
 def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:
     """Return zeros in the place of the tensors that cross a cut."""
     return tuple(spec.empty(size, device).zero_() for spec in specs.for_segment(training=training))
-
-
-def _code(stage: int, spec: TrainSpec, device: torch.device, acts: Mapping[int, Specs], size: int) -> None:
-    """Code and restore the messages of ``stage``, where they are coded."""
-    codecs = spec.precision.codecs
-    for specs in (acts[k] for k in (stage, stage + 1) if k in acts):
-        for crossing, codec in ((specs, codecs.activations), (specs.of_gradients(), codecs.gradients)):
-            if codec != "none":
-                coder, tensors = Coder(codec, lambda micro_batch: 0), zeros_of(crossing, size, device, training=True)
-                coder.decode(crossing.training, size, coder.encode(crossing.training, tensors, 0))
-
-
-def _pin(samples: Samples, size: int, num_loaded: int) -> None:
-    """Allocate pinned memory, which torch keeps when it is freed."""
-    batch = samples.repeated(size)
-    needed = [(tensor, num_loaded) for tensor in tensors_of(batch.input_)]
-    needed += [(tensor, max(num_loaded, NUM_TARGETS)) for tensor in tensors_of(batch.target)]
-    held = [
-        torch.empty(like.shape, dtype=like.dtype, pin_memory=True) for like, number in needed for _ in range(number)
-    ]
-    del held  # at the same time
 
 
 def _do_nothing(*_: object, **__: object) -> None:

@@ -32,10 +32,23 @@ def notes_of(model, **options):
     return fit(toy_trainer(1, 1, "bp", model=model, verify=False, **options))._partitioned.notes
 
 
-def test_a_data_loader_is_no_dataset():
-    """Its batches would count as samples."""
-    with pytest.raises(DataError, match=r"expected a torch Dataset .* got DataLoader; give its dataset"):
-        fit(toy_trainer(1), DataLoader(DATA, batch_size=2))
+REFUSED = {
+    "a loader": (DataLoader(DATA), r"expected a torch Dataset .* DataLoader; give its dataset"),
+    "tensors": ((torch.zeros(8, 2), torch.zeros(8)), r"got tuple; wrap the tensors: torch.utils.data.TensorDataset"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_dataset_is_refused(case):
+    data, message = REFUSED[case]
+    with pytest.raises(DataError, match=message):
+        fit(toy_trainer(1), data)
+
+
+def test_a_sampler_of_data_parallelism_is_refused():
+    """Each rank would train on its part, and here on a half of the data."""
+    with pytest.raises(ConfigError, match=r"DistributedSampler visits one of 2 parts of the data.*omit it"):
+        adl_dist.Loading(sampler=DistributedSampler(DATA, num_replicas=2, rank=0))
 
 
 def test_a_compiled_model_is_not_cut():
@@ -104,18 +117,6 @@ class TakesGradients(nn.Module):
 def test_a_forward_that_takes_gradients_is_told_of_evaluation():
     with pytest.raises(ConfigError, match=r"in evaluation no gradients are recorded: .* torch.enable_grad\(\)"):
         fit(toy_trainer(1, model=TakesGradients()))
-
-
-def test_a_tuple_of_tensors_is_no_dataset():
-    with pytest.raises(DataError, match=r"got tuple; wrap the tensors: torch.utils.data.TensorDataset"):
-        fit(toy_trainer(1), (torch.zeros(8, 2), torch.zeros(8)))
-
-
-def test_a_sampler_of_data_parallelism_is_refused():
-    """Each rank would train on its part, and here on a half of the data."""
-    parts = DistributedSampler(DATA, num_replicas=2, rank=0)
-    with pytest.raises(ConfigError, match=r"DistributedSampler visits one of 2 parts of the data.*omit it"):
-        fit(toy_trainer(1), loading=adl_dist.Loading(sampler=parts))
 
 
 def test_a_failing_layer_is_named():

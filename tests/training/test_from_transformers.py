@@ -90,20 +90,6 @@ def test_without_delays_a_cut_network_trains_as_plain_torch(family, K):
     assert differ(state, larger(hf_net(family)).double().state_dict()) > 1e-2
 
 
-def train_both(K):
-    return [trained(family, K, "adl", dtype=torch.float32)[0] for family in LOSSES]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_processes_train_a_network_as_one_process_does():
-    by_rank, alone = run_ranks(2, train_both, 2, timeout_seconds=280), train_both(2)
-    for of_rank in by_rank:
-        for state, expected in zip(of_rank, alone, strict=True):
-            assert_same(state, expected)
-
-
 LAZY = {"llama": False, "gemma": True, "gpt2": True, "vit": False, "distilbert": False}  # and whether they are tied
 
 

@@ -32,13 +32,14 @@ VARIANTS = [
 @pytest.fixture
 def over_nccl(monkeypatch):
     """All versions of the weights are used in the warm-up, as over NCCL; the operations that it calls."""
-    warm_up, seen = build.warm_up, Operations()
+    run, seen = build.WarmUp.run, Operations()
 
-    def watched(*args, with_updates):
+    def watched(self, stages):
+        self.with_updates = True
         with seen:
-            warm_up(*args, with_updates=True)
+            run(self, stages)
 
-    monkeypatch.setattr(build, "warm_up", watched)
+    monkeypatch.setattr(build.WarmUp, "run", watched)
     return seen.names
 
 
