@@ -1,34 +1,50 @@
-"""Measurements for a cut, kept in the run folder: costs of units, links and delays."""
+"""Measurements: costs of units, also of a split backward, links and delays, kept in the run folder; operations."""
 
 import hashlib
 import json
 import platform
-from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from adl_dist.batch import Batch, device_of, map_batch, tensors_of
+from adl_dist.batch import Batch, call, copy_batch, device_of, map_batch, move_batch, num_samples, tensors_of
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, Links, parse_links
 from adl_dist.partition import Chain
+from adl_dist.partition.captured import Within, first_units, now
+from adl_dist.partition.chain import copied_model
 from adl_dist.partition.costs import Profile
+from adl_dist.partition.measure import measure
 from adl_dist.report.files import write_atomically
-from adl_dist.stage import TrainSpec
+from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage.deferred import DeferredGradients
 from adl_dist.stage.optimizer import stage_optimizer
+from adl_dist.streams import streams_kept
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.startup_sync import Agreement
+from adl_dist.training.trial.samples import Samples
 from adl_dist.transport.link_speed import measure_links
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE_FILE, LINKS_FILE, DELAYS_FILE = "profile.json", "links.json", "delays.json"
 SHARE_OF_MEMORY = 0.9  # of a GPU; the rest is for what operations need while they run, and for fragments
 FREE = 1e15, 0.0  # bytes per second and seconds of one way within a process
+
+ROUNDS = 8  # the first is not counted
+# Dense, of bfloat16 with sums in float32, in 1e12 operations per second, as the maker's data sheets say.
+PEAK_TFLOPS = {
+    "NVIDIA A100": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H200": 989.4,
+}
 
 T = TypeVar("T")
 
@@ -51,9 +67,6 @@ def take_profile(
     Raises:
         PartitionError: If that file is not a profile.
     """
-    from adl_dist.partition.measure import measure
-    from adl_dist.training.split_costs import with_split_costs
-
     of = _profile_key(model, chain, spec, sample, micro_batch_size)
     profile = Profile.load(kept_in, of) if kept_in is not None and kept_in.is_file() else None
     if profile is None:
@@ -115,6 +128,112 @@ def micro_batch(sample: tuple[Batch, Batch], size: int) -> tuple[Batch, Batch]:
         return TensorSpec.of(tensor).empty(size, device).copy_(tensor)
 
     return map_batch(repeated, sample[0]), map_batch(repeated, sample[1])
+
+
+class _Round(NamedTuple):
+    """The seconds of one forward and backward, split and whole."""
+
+    deferrable: dict[int, float]  # of each unit, the part that can be deferred
+    held: dict[int, int]  # bytes that each unit holds until then
+    split: float
+    whole: float
+
+
+def with_split_costs(
+    profile: Profile,
+    model: nn.Module,
+    chain: Chain,
+    *,
+    input_: Batch,
+    target: Batch,
+    loss_fn: LossFn,
+    within: Within,
+) -> Profile:
+    """Return ``profile`` with the measured costs of a split backward.
+
+    ``profile`` is that of :func:`measure`, ``model`` the uncut model, ``input_`` a micro-batch with its ``target``
+    [B, ...]; ``within`` makes the context of the forward.
+    """
+    twin = copied_model(model).train()
+    firsts = first_units(twin, chain)
+    unit_of = {id(p): firsts[name] for name, p in twin.named_parameters()}
+    deferred = DeferredGradients(twin)
+    if not deferred.names:
+        return profile
+
+    def loss() -> Tensor:
+        with within():
+            return loss_fn(call(twin, copy_batch(input_)), copy_batch(target))  # they may write to them
+
+    with streams_kept(device_of(input_)), torch.enable_grad():
+        rounds = [_one_round(deferred, loss, unit_of, device_of(input_)) for _ in range(ROUNDS)][1:]
+    units = [
+        replace(
+            unit,
+            backward_weight=min(one.deferrable.get(place, 0.0) for one in rounds),
+            deferred_bytes=rounds[-1].held.get(place, 0),
+        )
+        for place, unit in enumerate(profile.units)
+    ]
+    slowdown = min(one.split for one in rounds) / min(one.whole for one in rounds)
+    return replace(profile, units=units, split_slowdown=max(1.0, slowdown))
+
+
+def _one_round(
+    deferred: DeferredGradients, loss: Callable[[], Tensor], unit_of: Mapping[int, int], device: torch.device
+) -> _Round:
+    deferrable: dict[int, float] = defaultdict(float)
+    storages: dict[int, dict[int, int]] = defaultdict(dict)
+    start = now(device)
+    with deferred.ready():
+        root = loss()
+    assert root.grad_fn is not None, "the model has parameters that are trained"
+    with deferred.deferrable([root.grad_fn]) as later:
+        root.backward()
+    first_part = now(device) - start
+    for one in [*later]:
+        unit = unit_of[id(one.layer.module.weight)]
+        for kept in (one.x.untyped_storage(), one.grad.untyped_storage()):
+            storages[unit][kept.data_ptr()] = kept.nbytes()
+        start = now(device)
+        deferred.compute([one])
+        deferrable[unit] += now(device) - start
+    start = now(device)
+    loss().backward()
+    whole = now(device) - start
+    held = {unit: sum(sizes.values()) for unit, sizes in storages.items()}
+    return _Round(deferrable, held, first_part + sum(deferrable.values()), whole)
+
+
+def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> float | None:
+    """Return the ``given`` or known peak of one device, or None."""
+    if given is not None or device.type != "cuda" or spec.precision.autocast is not torch.bfloat16:
+        return given
+    name = torch.cuda.get_device_name(device)
+    # What follows a hyphen is form and memory; a space begins the name of another device.
+    if " MIG " in name:  # a part of one
+        return None
+    return next((peak for known, peak in PEAK_TFLOPS.items() if name == known or name.startswith(f"{known}-")), None)
+
+
+def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> float | None:
+    """Count the operations of forward and backward of one sample.
+
+    ``model`` changes.
+
+    Counted are matrix products, convolutions and attention. Return None if lengths change, or if the model has none of
+    these.
+    """
+    if samples.varies:
+        return None
+    batch = samples.pair[1]
+    with streams_kept(device), FlopCounterMode(display=False) as counter, torch.enable_grad():
+        model.train()
+        target = move_batch(batch.target, device)
+        with spec.precision.autocasting(device)():
+            out = call(model, copy_batch(batch.input_))  # it may write to it
+            spec.loss_fn(out, copy_batch(target)).backward()
+    return counter.get_total_flops() / num_samples(batch.input_) or None
 
 
 def links_between(links: str | None, world: World, agreement: Agreement, folder: Path | None) -> Links | None:

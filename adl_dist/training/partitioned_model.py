@@ -31,10 +31,16 @@ from adl_dist.partition.predict import best_cut, unevenness, with_delays
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.stage import TrainSpec
-from adl_dist.training.flops import flops_per_sample, peak_tflops
 from adl_dist.training.input import Loaders
 from adl_dist.training.lazy_weights import LazyWeights
-from adl_dist.training.measured import PROFILE_FILE, device_memory, read_delays, take_profile
+from adl_dist.training.measured import (
+    PROFILE_FILE,
+    device_memory,
+    flops_per_sample,
+    peak_tflops,
+    read_delays,
+    take_profile,
+)
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.startup_sync import Agreement, sampled
 from adl_dist.training.tied_copies import Ties, tie_copies

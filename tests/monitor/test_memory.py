@@ -19,7 +19,7 @@ from adl_dist.partition import Chain
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
 from adl_dist.schedule import Pipeline, method
-from adl_dist.training.split_costs import with_split_costs
+from adl_dist.training.measured import with_split_costs
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.tiers import slow

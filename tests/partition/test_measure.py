@@ -13,7 +13,7 @@ from adl_dist.batch import rows_of
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Chain
 from adl_dist.partition.measure import measure, pace
-from adl_dist.training.split_costs import with_split_costs
+from adl_dist.training.measured import with_split_costs
 
 LOSS, BF16 = nn.CrossEntropyLoss(), torch.bfloat16
 

@@ -6,7 +6,7 @@ Every rank runs the whole model, on copies. So each finds by itself which tensor
 import copy
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,15 +43,24 @@ from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_t
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams
 from adl_dist.training.input import check_targets
-from adl_dist.training.trial.comparison import EVALUATION, EVALUATION_AGAIN, FIRST, SECOND, STATE, Results
 from adl_dist.training.trial.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec, merge_specs
 
 META = torch.device("meta")
 STREAMS = "torch", "python", "numpy"
+FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
+EVALUATION_AGAIN, STATE = "evaluation of the second micro-batch", "after that"
 
 Leaves = dict[str, nn.Parameter]
 Context = Callable[[], AbstractContextManager[None]]
+
+
+class Results(NamedTuple):
+    """Values of one kind at one time; None stands for no gradient."""
+
+    when: str
+    what: str  # output, loss, gradient or buffer
+    values: Mapping[str, Tensor | None]  # by name
 
 
 class TrialResult(NamedTuple):
