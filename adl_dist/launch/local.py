@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.parent_process import LAUNCH_ID, LAUNCHER, RENDEZVOUS_FOLDER
-from adl_dist.launch.scratch_dir import launch_folder
 from adl_dist.launch.signals import STOPPING, SignalEscalation, signal_name
 
 USER_ERROR = 2  # exit code of a rank that would fail again
@@ -120,9 +120,9 @@ class StopHandler:
 def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandler) -> bool:
     """Run all ranks once; return whether they were stopped by a request."""
     # A new folder for each attempt, or the ranks would read the addresses of their dead predecessors.
-    with launch_folder() as folder:
-        os.environ[RENDEZVOUS_FOLDER] = str(folder)
-        stopping.folder = folder
+    with tempfile.TemporaryDirectory(prefix="adl-dist-launch-", ignore_cleanup_errors=True) as name:
+        os.environ[RENDEZVOUS_FOLDER] = name
+        stopping.folder = folder = Path(name)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -41,7 +41,7 @@ def test_a_checkpoint_by_time_in_mid_epoch_continues_the_same(tmp_path):
     assert_same(trainer.full_state_dict(), fit(tmp_path / "whole", "1f1b", epochs=1)[0])
 
 
-@pytest.mark.parametrize(("minutes", "has_note"), [(1e-9, True), (60.0, False), (None, False)])
+@pytest.mark.parametrize(("minutes", "has_note"), [(1e-9, True), (60.0, False)])
 def test_a_period_shorter_than_an_epoch_is_noted_once(minutes, has_note, tmp_path, capsys):
     fit(tmp_path, "adl", quiet=False, every_minutes=minutes)
     notes = [line for line in capsys.readouterr().out.splitlines() if "every_updates=1" in line]

@@ -158,7 +158,8 @@ def test_a_failed_save_leaves_the_checkpoint_of_the_new_owner(tmp_path):
     layout.verify(path)
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypatch):
+def test_only_a_damaged_checkpoint_of_the_same_update_is_replaced(tmp_path, monkeypatch):
+    """None that is good, or cannot be read now."""
     path = saved(tmp_path, 1)
     before = snapshot(tmp_path)
 
@@ -172,6 +173,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced(tmp_path, monkeypa
             save(saver, writing(saver, shards(seed=1)), position(1))
         assert "Input/output error" in saver.failure
         assert snapshot(tmp_path) == before
+    save(saver, writing(saver, shards(seed=1)), position(1))
+    assert (saver.failure, saver.wait(), snapshot(tmp_path)) == (None, path, before)
     (path / FIRST).write_bytes(b"")
     save(saver, writing(saver, shards(seed=1)), position(1))
     assert (saver.failure, saver.wait()) == (None, path)
+    layout.verify(path)

@@ -19,7 +19,7 @@ from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.report import MetricsWriter
 from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
-from tests.support.saved import FIRST, position, save, saved, shards, writing
+from tests.support.saved import position, save, saved, shards, writing
 from tests.support.toys import Counted, FixedImages, batch_norm_net
 from tests.support.values import values
 
@@ -79,17 +79,6 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
     layout.verify(path)
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
-
-
-def test_a_save_of_the_same_update_is_replaced_only_if_damaged(tmp_path):
-    first = saved(tmp_path, 1)
-    before = snapshot(tmp_path)
-    saved(tmp_path, 1, shards(seed=1))
-    assert snapshot(tmp_path) == before
-    (first / FIRST).write_bytes(b"")
-    saved(tmp_path, 1, shards(seed=1))
-    layout.verify(first)
-    assert [path.name for path in tmp_path.iterdir()] == ["update-00000001"]
 
 
 def test_a_reader_never_sees_half_a_checkpoint(tmp_path):

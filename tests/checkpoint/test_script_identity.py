@@ -44,7 +44,6 @@ def fit(run_dir, epochs=1, *, K=2, loss_fn=None, optimizer=None, lr_schedule=Non
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        ({}, {"optimizer": sgd(lr=0.01)}, "optimizer.lr is 0.1 there and 0.01 here"),
         ({}, {"optimizer": sgd(momentum=0.9)}, "optimizer.momentum is 0 there and 0.9 here"),
         (
             {},
@@ -69,13 +68,11 @@ def fit(run_dir, epochs=1, *, K=2, loss_fn=None, optimizer=None, lr_schedule=Non
         ),
     ],
 )
-@pytest.mark.parametrize("epochs", [2])
-def test_an_edited_script_is_refused_with_both_values(before, after, told, epochs, tmp_path):
-    """Whether or not there is something left to train."""
+def test_an_edited_script_is_refused_with_both_values(before, after, told, tmp_path):
     fit(tmp_path, **before)
     files = snapshot(tmp_path)
     with pytest.raises(ConfigError, match=rf"belongs to another run: (?:.* here, )?{told}.*; choose another run_dir"):
-        fit(tmp_path, epochs, **after)
+        fit(tmp_path, 2, **after)
     assert snapshot(tmp_path).keys() - files.keys() == set()
 
 
@@ -87,10 +84,9 @@ def test_an_edited_script_is_refused_with_both_values(before, after, told, epoch
             "loss_fn": lambda out, target: squares(out, target),
         },
         lambda: {"optimizer": two_groups([0.1, 0.2]), "loss_fn": Counting()},
-        lambda: {"lr_schedule": lambda o, total_updates: lr_scheduler.OneCycleLR(o, 0.1, total_steps=total_updates)},
         lambda: {"lr_schedule": cosine, "optimizer": partial(torch.optim.SGD, lr=torch.tensor(0.1))},
     ],
-    ids=["lambdas", "groups", "one cycle", "cosine"],
+    ids=["lambdas", "groups", "cosine"],
 )
 def test_the_same_script_continues_longer_and_in_another_cut(script, tmp_path):
     for epochs, K in ((1, 2), (2, 2), (3, 3)):

@@ -42,57 +42,80 @@ def idle(k, *, counts=(), **more):
 # Stage 2 of three waits for stage 1, and stage 0 for its gradient: the usual victims of a stage 1 that does nothing.
 VICTIMS = [waits(0, "grad 4", 1), waits(2, "act 7", 1)]
 WAIT_FOR_LOAD = [waits(1, "act 8", 0), waits(2, "act 8", 1)]
-STUCK = "the data loader is stuck: it loads micro-batch 8 since 60 s"
 SENT = {"SA": 9}
-AT_WORK = {
-    "forward": ([at_work(1, "forward 7"), *VICTIMS], 1, "forward 7"),
+STUCK = "the data loader is stuck: it loads micro-batch 8 since 60 s"
+LOST = "the link from stage 1 to stage 2: act 7 was sent and has not arrived in 60 s"
+WRITE = "checkpoint.py:9 in write"
+AFTER_SAVE = CoordinatorStatus("save", False, 60.0, WRITE)
+# The statuses, the rank of the cause, and how its text goes on behind the name of that process.
+CAUSES = {
+    "at work": ([at_work(1, "forward 7"), *VICTIMS], 1, "still at work: forward 7 since 60 s"),
     "of two the one that most wait for": (
-        [at_work(0, "forward 9", seconds=90.0), waits(1, "grad 4", 2), at_work(2, "forward 4")], 2, "forward 4",
+        [at_work(0, "forward 9", seconds=90.0), waits(1, "grad 4", 2), at_work(2, "forward 4")],
+        2, "still at work: forward 4 since 60 s",
     ),
     "not the link, where gradients come in descending order as in GPipe": (
         [
             waits(0, "grad 2", 1, last={"SA": 3, "RG": 3}, counts={"SA": 4, "RG": 1}),
             at_work(1, "backward 2", last={"RA": 3, "SG": 3}, counts={"RA": 4, "SG": 1}),
-        ], 1, "backward 2",
+        ], 1, "still at work: backward 2",
     ),
     "not the link, where another segment sent it": (
-        [at_work(0, "forward 0", segment=0, counts=SENT), waits(1, "act 3", 0)], 0, "forward 0",
+        [at_work(0, "forward 0", segment=0, counts=SENT), waits(1, "act 3", 0)], 0, "still at work: forward 0",
     ),
     "not the link, where a GPU may not have sent it yet": (
-        [at_work(0, "update 9", counts=SENT, runs_ahead=True), waits(1, "act 3", 0, runs_ahead=True)], 0, "update 9",
+        [at_work(0, "update 9", counts=SENT, runs_ahead=True), waits(1, "act 3", 0, runs_ahead=True)],
+        0, "still at work: update 9",
     ),
-    "not a save next to it": ([at_work(1, "forward 7"), VICTIMS[0], idle(2, saving="saving")], 1, "forward 7"),
+    "not a save next to it": (
+        [at_work(1, "forward 7"), VICTIMS[0], idle(2, saving="saving")], 1, "still at work: forward 7",
+    ),
+    "a loader": ([at_work(0, "load 8"), *WAIT_FOR_LOAD], 0, STUCK),
+    "workers of a loader": (
+        [at_work(0, "load 8", loaders=[(7, "S"), (8, "T")]), *WAIT_FOR_LOAD],
+        0, f"{STUCK}, by its 2 worker processes (pid 7, pid 8 is stopped)",
+    ),
+    **{
+        f"silent in state {state}": ([waits(1, "act 5", 0, silent=61.0, state=state), *VICTIMS], 1, said)
+        for state, said in {
+            "gone": "the process is gone", "Z": "the process is gone", "t": "the process is held by a debugger",
+            "T": "the process is stopped (SIGSTOP); kill -CONT 101 lets it continue",
+            "D": "the process does not answer: it is held in the kernel", "S": "the process runs but does not answer",
+            "": "it neither answers nor refuses: its host is down or cut off",
+        }.items()
+    },
+    "a message that all wait for": (
+        [
+            waits(0, "grad 4", 1, counts={"RG": 4}),
+            waits(1, "grad 5", 2, counts={"SA": 8, "SG": 4, "RG": 5}),
+            waits(2, "act 7", 1, counts={"RA": 7, "SG": 5}),
+        ], None, LOST,
+    ),
+    "a message of a stage that has finished": (
+        [idle(1, counts={"SA": 8}), waits(2, "act 7", 1, counts={"RA": 7})], None, LOST,
+    ),
+    "a cycle": ([waits(0, "grad 4", 1), waits(1, "act 9", 0)], None, "a cycle of waits, which is a bug of adl_dist"),
+    **{
+        f"a slow {what}": (
+            [idle(0), rank(stage(1, what), phase=what, at=WRITE), idle(2)],
+            1, f"takes long to {what} its part of a checkpoint, since 60 s, at {WRITE}",
+        )
+        for what in ("save", "load")
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("statuses", "k", "doing"), AT_WORK.values(), ids=AT_WORK)
-def test_a_stage_at_work_is_the_cause(statuses, k, doing):
-    assert cause_of(statuses, TRAINING) == (k, f"stage {k} (node, pid {100 + k}): still at work: {doing} since 60 s")
+@pytest.mark.parametrize(("statuses", "number", "said"), CAUSES.values(), ids=CAUSES)
+def test_the_cause_of_a_stall_is_named(statuses, number, said):
+    cause = cause_of(statuses, TRAINING)
+    assert cause.rank == number
+    name = "" if number is None else f"stage {number} (node, pid {100 + number}): "
+    assert cause.text.startswith(name + said)
 
 
-@pytest.mark.parametrize(
-    ("loaders", "by"), [([], ""), ([(7, "S"), (8, "T")], ", by its 2 worker processes (pid 7, pid 8 is stopped)")]
-)
-def test_a_stuck_data_loader_is_the_cause_with_its_workers(loaders, by):
-    cause = cause_of([at_work(0, "load 8", loaders=loaders), *WAIT_FOR_LOAD], TRAINING)
-    assert cause == (0, f"stage 0 (node, pid 100): {STUCK}{by}")
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ("gone", "the process is gone"),
-        ("Z", "the process is gone"),
-        ("T", "the process is stopped (SIGSTOP); kill -CONT 101 lets it continue"),
-        ("t", "held by a debugger"),
-        ("D", "held in the kernel"),
-        ("S", "runs but does not answer"),
-        ("", "its host is down or cut off"),
-    ],
-)
-def test_a_process_that_does_not_answer_is_the_cause(state, said):
-    number, text = cause_of([waits(1, "act 5", 0, silent=61.0, state=state), *VICTIMS], TRAINING)
-    assert (number, text.partition(": ")[0], said in text) == (1, "stage 1 (node, pid 101)", True)
+def test_with_nothing_to_do_for_any_stage_it_is_the_coordinator():
+    said = f"the coordinator on rank 0 (node, pid 100): at work after 'save' since 60 s, at {WRITE}"
+    assert cause_of([idle(0), idle(1)], AFTER_SAVE) == (0, said)
 
 
 def test_gone_comes_before_stopped_and_that_before_unseen():
@@ -100,36 +123,6 @@ def test_gone_comes_before_stopped_and_that_before_unseen():
     for worst in (3, 2, 1):
         assert cause_of([at_work(0, "forward 1"), *silent], TRAINING).rank == worst
         silent.pop()
-
-
-LOST = "the link from stage 1 to stage 2: act 7 was sent and has not arrived in 60 s"
-CYCLE = "a cycle of waits, which is a bug of adl_dist"
-BETWEEN = {
-    "all wait": (
-        [
-            waits(0, "grad 4", 1, counts={"RG": 4}),
-            waits(1, "grad 5", 2, counts={"SA": 8, "SG": 4, "RG": 5}),
-            waits(2, "act 7", 1, counts={"RA": 7, "SG": 5}),
-        ], LOST,
-    ),
-    "the sender has finished its part": ([idle(1, counts={"SA": 8}), waits(2, "act 7", 1, counts={"RA": 7})], LOST),
-    "stages wait for each other": ([waits(0, "grad 4", 1), waits(1, "act 9", 0)], CYCLE),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("statuses", "said"), BETWEEN.values(), ids=BETWEEN)
-def test_a_lost_message_or_a_cycle_is_the_fault_of_no_process(statuses, said):
-    cause = cause_of(statuses, TRAINING)
-    assert cause.rank is None
-    assert cause.text.startswith(said)
-
-
-@pytest.mark.parametrize("what", ["save", "load"])
-def test_a_slow_save_or_load_is_the_fault_of_its_stage(what):
-    slow = rank(stage(1, what), phase=what, at="checkpoint.py:9 in write")
-    said = f"takes long to {what} its part of a checkpoint, since 60 s, at checkpoint.py:9 in write"
-    cause = cause_of([idle(0), slow, idle(2)], CoordinatorStatus(what, True, 60.0))
-    assert cause == (1, f"stage 1 (node, pid 101): {said}")
 
 
 def test_a_background_save_that_is_awaited_is_its_writers_fault():
@@ -141,12 +134,6 @@ def test_a_background_save_that_is_awaited_is_its_writers_fault():
     assert "; saving a checkpoint alongside, at checkpoint.py:9 in write" in picture(statuses, waiting).splitlines()[2]
     text = cause_of(statuses[:2], waiting).text
     assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, alongside training"
-
-
-def test_when_no_stage_has_anything_to_do_it_is_the_coordinator():
-    doing = "at work after 'save' since 60 s, at checkpoint.py:9 in commit"
-    cause = cause_of([idle(0), idle(1)], CoordinatorStatus("save", False, 60.0, "checkpoint.py:9 in commit"))
-    assert cause == (0, f"the coordinator on rank 0 (node, pid 100): {doing}")
 
 
 def test_of_stages_in_one_process_the_one_at_work_is_the_cause():

@@ -121,7 +121,9 @@ def _left_behind(run, killing):
     """Sockets and temporary files that should not be there."""
     everything = [*run.run_dir.rglob("*"), *run.temporary.rglob("*")]
     left = [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
-    # torchrun itself leaves the folder of its logs, killed or not.
+    # torchrun itself leaves the folder of its logs, killed or not, and a launcher that was killed its own.
+    if killing.rank is None:
+        return left
     return left + [n for n in run.left_in_tmp() if killing.starter == "adl-dist" or n.startswith("adl-dist")]
 
 
