@@ -158,7 +158,7 @@ def test_a_failed_save_leaves_the_checkpoint_of_the_new_owner(tmp_path):
     layout.verify(path)
 
 
-def test_only_a_damaged_checkpoint_of_the_same_update_is_replaced(tmp_path, monkeypatch):
+def test_only_a_damaged_checkpoint_of_an_update_is_replaced(tmp_path, monkeypatch):
     """None that is good, or cannot be read now."""
     path = saved(tmp_path, 1)
     before = snapshot(tmp_path)
