@@ -116,15 +116,10 @@ Prints what each stage of the job that trains in RUN_DIR is at; of a run that ha
 
 # The module of each command, whose function has its name. Imported when called: torch takes seconds to load.
 COMMANDS = {
-    **dict.fromkeys(("train", "evaluate"), "train"),
-    "export": "export",
-    **dict.fromkeys(("compare", "report"), "compare"),
-    "schedule": "schedule",
-    "tokenize": "tokenize",
-    "generate": "generate",
-    "plan": "plan.command",
-    "bench": "bench.command",
-    **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
+    **{name: name for name in ("train", "schedule", "tokenize")},
+    **{name: f"{name}.command" for name in ("plan", "bench")},
+    **dict.fromkeys(("evaluate", "export", "generate"), "trained"),
+    **dict.fromkeys(("compare", "report", "status", "checkpoint", "stop"), "folders"),
 }
 HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench")  # made of their keys or flags
 SAY_WHY = ("train", "plan", "bench")  # commands that print before torch is loaded

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from adl_dist.cli.config.compose import Parser, compose_run
+from adl_dist.cli.config.compose import Parser, compose_run, number
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Costs, describe, figures, speed
 from adl_dist.schedule.table import tick_words
@@ -34,8 +34,6 @@ def schedule(arguments: list[str]) -> None:
     num = flags.micro_batches
     if num is None:  # enough to show warm-up, one steady group and the drain
         num = 2 * pipeline.num_stages + 2 * pipeline.micro_batches_per_update
-    elif not 1 <= num <= LONGEST:
-        raise ConfigError(f"--micro-batches {num} must be from 1 to {LONGEST}; for example --micro-batches 12")
     costs = None if flags.costs is None else read_costs(flags.costs, num_stages=pipeline.num_stages)
     predicted = None if costs is None else speed(pipeline.method, costs)
     if flags.out is not None:
@@ -82,7 +80,7 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
     keys = "as for adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2"
     spec = "times of each stage (one number: the same for all), as YAML or a YAML file; adds the predicted speed"
     add("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
-    add("--micro-batches", type=int, metavar="N", help="length of the segment; default: 2K + 2M")
+    add("--micro-batches", type=number(int, 1, LONGEST), metavar="N", help="length of the segment; default: 2K + 2M")
     add("--costs", metavar="SPEC", help=spec)
     add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg")
     add("--json", action="store_true", help="print one JSON object instead of the table")

@@ -77,7 +77,7 @@ def run_together(children: Sequence[Child], *, timeout_seconds: float | None = N
     finally:
         end_all(running)
     if failed:
-        errors = [line for child, _ in failed if (line := _last_error(child.log))]
+        errors = [line for child, _ in failed if (line := last_error(child.log))]
         raise ChildFailed(errors[0] if errors else f"{how_it_ended(failed[0][1].returncode)}, without an error message")
 
 
@@ -118,7 +118,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None
             process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+def last_error(log: Path) -> str:
+    """Return the error that ended a command, the last line of its log, or an empty text."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
     return (errors or lines or [""])[-1]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from adl_dist.cli.config.compose import Parser
+from adl_dist.cli.config.compose import Parser, number
 from adl_dist.data.tokens import DTYPES, HEADER_BYTES, header_of
 from adl_dist.data.vocabulary import FILE, Vocabulary
 from adl_dist.errors import ConfigError, DataError
@@ -20,8 +20,6 @@ def tokenize(arguments: Sequence[str]) -> None:
     """Write DIR/train.bin, DIR/validation.bin and DIR/vocabulary.json."""
     chosen = _parser().parse_args(arguments)
     folder = Path(chosen.out)
-    if not 0 < chosen.validation < 1:
-        raise ConfigError(f"--validation {chosen.validation} must be above 0 and below 1, like 0.1")
     paths = [Path(name) for name in chosen.files]
     outs = [folder / name for name in ("train.bin", "validation.bin", FILE)]
     for out in outs:
@@ -66,9 +64,8 @@ def _parser() -> Parser:
     parser.add_argument("--out", required=True, metavar="DIR", help="a folder, which is made")
     parser.add_argument("--level", choices=("byte", "char"), default="byte", help="what a token is; default: byte")
     parser.add_argument("--tokenizer", metavar="FILE", help="a file of the package tokenizers, like tokenizer.json")
-    parser.add_argument(
-        "--validation", type=float, default=0.1, metavar="SHARE", help="end of each file to validate on; default: 0.1"
-    )
+    share = "end of each file to validate on; default: 0.1"
+    parser.add_argument("--validation", type=number(float, 1e-6, 0.999999), default=0.1, metavar="SHARE", help=share)
     return parser
 
 

@@ -1,30 +1,24 @@
-"""``adl-dist train`` and ``evaluate``."""
+"""``adl-dist train``."""
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from adl_dist.checkpoint.identity import class_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
+from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.cli import sweep
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import content_of, is_of_script, print_keys, renamed_words, with_values
+from adl_dist.cli.config.compose import print_keys, renamed_words, with_values
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.run_folder import OF_MODEL, named_folder, wants_averages
-from adl_dist.cli.sweep import command as sweep
-from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device, set_for_nccl
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import ConfigError, DivergedError, Exit
+from adl_dist.errors import DivergedError, Exit
 from adl_dist.launch.local import launch_local
-from adl_dist.report import announced, final_table, say, tell
+from adl_dist.report import announced, final_table, say
 from adl_dist.report.page import REPORT
 
 MANY = 4  # processes for each core, from which on the model is read first, to see whether it has so many stages
@@ -36,8 +30,8 @@ def train(overrides: list[str]) -> None:
         print_keys([each for each in overrides if each not in ("-h", "--help")])
         return
     overrides = renamed_words(overrides)  # once: the ranks and runs that are started get the present names
-    asked_for = requested(overrides)
-    if isinstance(asked_for, Sweep):
+    asked_for = sweep.requested(overrides)
+    if isinstance(asked_for, sweep.Sweep):
         raise Exit(sweep.run(asked_for))
     config, plain = asked_for
     assert config.run_dir is not None
@@ -91,44 +85,11 @@ def _run_ranks(config: RunConfig, command: list[str], *, passes_stops_on: bool) 
     num_processes, num_restarts = config.pipeline.num_processes, config.runtime.max_restarts
     if num_processes > MANY * num_cores():  # to start them takes longer than to read the model here
         with announced("looking for the places where the model can be cut"):
-            sweep.check_cut(config, has_data=True)
+            instantiate.check_cut(config)
     say(f"starting {num_processes} processes on {num_cores()} cores ...")
     return launch_local(
         command, num_processes=num_processes, max_restarts=num_restarts, passes_stops_on=passes_stops_on
     )
-
-
-def evaluate(arguments: list[str]) -> None:
-    """Run ``adl-dist evaluate``: evaluate a checkpoint in this process, uncut."""
-    run_dir, options, words = named_folder("evaluate", arguments, ("checkpoint", "ema"), groups=OF_MODEL)
-    config = instantiate.run_with(run_dir, words)
-    _check_loss(run_dir, config, words)
-    if config.runtime.device == "cuda" and not torch.cuda.is_available():
-        config.runtime.device = "cpu"
-        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
-        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
-    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
-    trainer = instantiate.evaluator(config)
-    trainer.load_checkpoint(path, ema=wants_averages(options))
-    _, val_data = instantiate.build_data(config.data)
-    micro_batch_size = config.train.batch_size // config.method.micro_batches_per_update
-    how = {"num_workers": config.data.get("num_workers", 0), "loading": instantiate.loading(config, None)}
-    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
-    shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
-    say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
-
-
-def _check_loss(run_dir: PurePath, config: RunConfig, words: Sequence[str]) -> None:
-    """Refuse the default loss for a script's run that was trained with another."""
-    plain = content_of(run_dir)
-    if not is_of_script(plain) or any(word.startswith("loss") for word in words):
-        return
-    name = plain["loss"]["name"]
-    if name not in (class_name(instantiate.build_loss(config)), class_name(torch.nn.functional.cross_entropy)):
-        raise ConfigError(
-            f"{run_dir} is the run of a script whose loss was {name}; add loss._target_=MODULE.NAME, which makes it or "
-            "is it, and its arguments, or loss=cross_entropy to evaluate by torch's cross-entropy"
-        )
 
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:

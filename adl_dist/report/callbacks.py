@@ -4,7 +4,6 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -157,17 +156,15 @@ class Callbacks:
             if isinstance(one, type):
                 raise ConfigError(f"callbacks: {one.__name__} is a class; give one that is made: {one.__name__}()")
             events = [name for name in dir(one) if name.startswith("on_") and callable(getattr(one, name, None))]
-            unknown = [name for name in events if name not in EVENTS]
+            unknown = next((name for name in events if name not in EVENTS), None)
             if not events or unknown:
-                what = f"has {unknown[0]}{did_you_mean(unknown[0], EVENTS)}" if unknown else "has none of them"
-                raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {_name(one)} {what}")
+                has = f"has {unknown}{did_you_mean(unknown, EVENTS)}" if unknown else "has none of them"
+                raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {type(one).__name__} {has}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
         self.on_interrupt: Callable[[str], object] | None = None
         self._ask: Callable[[str], object] = lambda why: None
-        self._update: int | None = None  # of which figures have come
-        self._figures: dict[str, float] = {}
-        self._epoch = 0
+        self._now = TrainerState(-1, 0)  # of the update of which figures have come
 
     @property
     def any(self) -> bool:
@@ -181,67 +178,65 @@ class Callbacks:
 
     def open(self, ask: Callable[[str], object]) -> None:
         """Begin a run; ``ask(reason)`` ends it."""
-        self.asked, self._ask, self._update = None, ask, None
+        self.asked, self._ask, self._now = None, ask, TrainerState(-1, 0)
 
     def call(self, event: str, now: TrainerState) -> None:
         """Call ``event`` of all of them; CallbackError if one fails."""
         for one in self._callbacks:
-            if not callable(method := getattr(one, event, None)):
-                continue
 
             def stop(why: str, one: Any = one) -> None:
-                self.asked = f"{_name(one)}: {why}"
+                self.asked = f"{type(one).__name__}: {why}"
                 self._ask(self.asked)
 
-            self._safely(one, event, now.update, partial(method, replace(now, stop=stop)))
+            self._safely(one, event, now.update, replace(now, stop=stop))
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Add a record of a stage; call ``on_update`` after those of an update."""
         if not self._callbacks or not record["name"].startswith("train/"):
             return
-        if record["update"] != self._update:
+        if record["update"] + 1 != self._now.update:
             self.tell_update()
-            self._update, self._epoch = record["update"], record["epoch"]
-        self._figures[record["name"].replace("/", "_", 1)] = record["value"]
+            self._now = TrainerState(record["update"] + 1, record["epoch"])
+        figures = {**self._now.metrics, record["name"].replace("/", "_", 1): record["value"]}
+        self._now = replace(self._now, metrics=figures)
 
     def tell_update(self) -> None:
         """Call ``on_update`` with the figures that have come, if any."""
-        if self._figures and self._update is not None:
-            now, self._figures = TrainerState(self._update + 1, self._epoch, self._figures), {}
+        if self._now.metrics:
+            now, self._now = self._now, replace(self._now, metrics={})
             self.call("on_update", now)
 
     def state(self, update: int) -> list[dict[str, Any]]:
         """Return the states for a checkpoint."""
-        kept = []
-        for one in (one for one in self._callbacks if hasattr(one, "state_dict")):
-            text = self._safely(one, "state_dict", update, lambda: json.dumps(one.state_dict()))  # noqa: B023
-            kept.append({"name": _name(one), "state": json.loads(text)})
-        return kept
+        found = [
+            (one, self._safely(one, "state_dict", update)) for one in self._callbacks if hasattr(one, "state_dict")
+        ]
+        return [{"name": type(one).__name__, "state": state} for one, state in found]
 
     def restore(self, kept: Sequence[Mapping[str, Any]], update: int) -> None:
         """Restore the states by class and, within a class, by order."""
         left = [*kept]
         for one in (one for one in self._callbacks if hasattr(one, "load_state_dict")):
-            found = next((entry for entry in left if entry["name"] == _name(one)), None)
+            found = next((entry for entry in left if entry["name"] == type(one).__name__), None)
             if found is not None:
                 left.remove(found)
-                self._safely(one, "load_state_dict", update, partial(one.load_state_dict, found["state"]))
+                self._safely(one, "load_state_dict", update, found["state"])
 
-    def _safely(self, one: Any, event: str, update: int, action: Callable[[], Any]) -> Any:
+    def _safely(self, one: Any, event: str, update: int, *arguments: Any) -> Any:
+        """Call a method of a callback, if it has it; the result must fit into JSON where it is kept."""
+        if not callable(method := getattr(one, event, None)):
+            return None
+        name = f"{type(one).__name__}.{event}"
         try:
-            return action()
+            returned = method(*arguments)
+            return json.loads(json.dumps(returned)) if event == "state_dict" else None
         except KeyboardInterrupt:
             if self.on_interrupt is None:
                 raise
-            self.on_interrupt(f"KeyboardInterrupt in {_name(one)}.{event}")
+            self.on_interrupt(f"KeyboardInterrupt in {name}")
         except Exception as error:  # the user's own code
-            logger.error("callback %s.%s failed", _name(one), event, exc_info=error)
-            is_told = isinstance(error, ConfigError)
-            said = text_of(error) if is_told else f"{in_one_line(error)}{place_of(error)}"
+            logger.error("callback %s failed", name, exc_info=error)
+            said = text_of(error) if isinstance(error, ConfigError) else f"{in_one_line(error)}{place_of(error)}"
             raise CallbackError(
-                f"callback {_name(one)}.{event} fails at update {update}: {said}; the last checkpoint is kept"
+                f"callback {name} fails at update {update}: {said}; the last checkpoint is kept"
             ) from error
-
-
-def _name(one: object) -> str:
-    return type(one).__name__

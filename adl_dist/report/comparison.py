@@ -18,8 +18,7 @@ from adl_dist.report.progress import holders
 from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of, read_runs
 from adl_dist.report.tables import markdown_table
 
-NOTHING, TRAIN_LOSS = ".", "train/loss"
-MINUS = "\u2212"
+NOTHING, MINUS = ".", "\u2212"
 
 
 def compare(
@@ -79,10 +78,8 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
     first: dict[str, Run] = {}
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
-        results = [
-            [point.value for point in run.curves.get(name, ())] for name in (TRAIN_LOSS, LOSS.name, ACCURACY.name)
-        ]
-        first.setdefault(repr((settings, results)), run)
+        curves = [run.curves.get(name, ()) for name in ("train/loss", LOSS.name, ACCURACY.name)]
+        first.setdefault(repr((settings, [[point.value for point in curve] for curve in curves])), run)
     return [*first.values()]
 
 
@@ -95,16 +92,16 @@ def write_comparison(
     """
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
-    measure, runs = measure_of(runs), _references_first(runs)
+    runs = _references_first(runs)
     text = _text(runs, command=command, reference=reference, failed=failed)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
-    rows = [_csv_row(run) for run in runs]
+    rows = list(map(_csv_row, runs))
     with write_atomically(folder / "comparison.csv") as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    figure = draw_curves(runs, measure)
+    figure = draw_curves(runs, measure_of(runs))
     for suffix in (".svg", ".png"):
         with write_atomically(folder / f"curves{suffix}") as unfinished:
             save_figure(figure, unfinished)
@@ -116,7 +113,6 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
 
 
 def _text(runs: Sequence[Run], *, command: str, reference: Run | None, failed: Sequence[str] = ()) -> str:
-    measure = measure_of(runs)
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
@@ -124,33 +120,36 @@ def _text(runs: Sequence[Run], *, command: str, reference: Run | None, failed: S
     )
     names = {str(run.folder): _name(run) for run in runs}
     goals = overhead.rows(runs, names, reference)
-    reached = ["\n".join([*markdown_table(goals), "", overhead.note(runs, names, reference)])] if goals else []
-    return "\n\n".join([_table(runs, measure), *failed, *reached, *_memory_table(runs), origin]) + "\n"
+    reached = [_with_note(goals, overhead.note(runs, names, reference))] if goals else []
+    return "\n\n".join([_table(runs, measure_of(runs)), *failed, *reached, *_memory_table(runs), origin]) + "\n"
+
+
+def _with_note(rows: Sequence[Sequence[object]], note: str) -> str:
+    return "\n".join([*markdown_table(rows), "", note])
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
-    stages = sorted({run.num_stages for run in runs})
-    cells: dict[tuple[str, int], list[Run]] = {}
+    stages, labels = sorted({run.num_stages for run in runs}), dict.fromkeys(run.label for run in runs)
+    cells: dict[tuple[str, int], list[Run]] = {(label, K): [] for label in labels for K in stages}
     for run in runs:
-        cells.setdefault((run.label, run.num_stages), []).append(run)
-    labels = list(dict.fromkeys(run.label for run in runs))
-    references = list(dict.fromkeys(run.label for run in runs if run.method["name"] == REFERENCE))
-    rows = [["method", *(part for K in stages for part in (f"K = {K}", *[f"to {REFERENCE}"] * bool(references)))]]
+        cells[run.label, run.num_stages].append(run)
+    has_reference = any(run.method["name"] == REFERENCE for run in runs)
+    rows = [["method", *(part for K in stages for part in (f"K = {K}", *[f"to {REFERENCE}"] * has_reference))]]
     for label in labels:
         row = [label]
-        for K in stages:
-            # The result of the reference does not depend on K, so any K will do.
-            near = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
-            row.append(_cell(cells.get((label, K), []), measure))
-            if references:
-                row.append(_difference(cells.get((label, K), []), near, measure))
+        for here in (cells[label, K] for K in stages):
+            row.append(_cell(here, measure))
+            if has_reference:
+                near = overhead.nearest_reference(here[0], runs) if here else None
+                row.append(_difference(here, near, cells[near.label, near.num_stages], measure) if near else NOTHING)
         rows.append(row)
     name = measure.name.replace("/", " ").capitalize()
-    spread = f"{name} after the last epoch: median over the seeds that came there (min to max, seeds)."
-    points = "percentage points" if measure.scale == 100 else "the loss itself"
-    note = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} of the same model, "
-    note += "with the same data and M if there is one."
-    return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
+    note = f"{name} after the last epoch: median over the seeds that came there (min to max, seeds)."
+    if has_reference:
+        points = "percentage points" if measure.scale == 100 else "the loss itself"
+        note += f" `to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} of the same model, "
+        note += "with the same data and M if there is one."
+    return _with_note(rows, note)
 
 
 def _name(run: Run) -> str:
@@ -166,13 +165,13 @@ def _memory_table(runs: Sequence[Run]) -> list[str]:
     rows = [["MiB of tensors", *(f"stage {k}" for k in range(most)), "mean", "largest"]]
     for run in measured:
         mebibytes = [stage["peak_tensor_bytes"] / 2**20 for stage in run.result["stages"]]
-        cells = [*mebibytes, *[None] * (most - len(mebibytes)), statistics.mean(mebibytes), max(mebibytes)]
-        rows.append([_name(run), *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
+        shown = [f"{each:,.1f}" for each in (*mebibytes, statistics.mean(mebibytes), max(mebibytes))]
+        rows.append([_name(run), *shown[:-2], *[NOTHING] * (most - len(mebibytes)), *shown[-2:]])
     note = (
         "The most that torch's allocator had handed out to each stage's process; on a GPU that is less than it holds "
         "(peak_active_bytes and peak_reserved_bytes in summary.json)."
     )
-    return ["\n".join([*markdown_table(rows), "", note])]
+    return [_with_note(rows, note)]
 
 
 def _cell(runs: Sequence[Run], measure: Measure) -> str:
@@ -188,16 +187,11 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
     return ", ".join(parts or ["no validation"])
 
 
-def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
-    if not runs or runs[0].method["name"] == REFERENCE:
-        return NOTHING
-    some = [reference for reference in references if reference and not overhead.unlike(runs[0], reference[0], "model")]
-    # A micro-batch's size changes what BatchNorm computes, so M should be the same.
-    some.sort(
-        key=lambda r: (overhead.unlike(runs[0], r[0], "data"), r[0].accumulation_steps != runs[0].accumulation_steps)
-    )
-    values, reference_values = measure.values(runs), measure.values((some or [[]])[0])
-    if not values or not reference_values:
+def _difference(runs: Sequence[Run], near: Run, references: Sequence[Run], measure: Measure) -> str:
+    """Return the distance of the median of ``runs`` to that of ``references``, the row of the run ``near``."""
+    values, reference_values = measure.values(runs), measure.values(references)
+    is_reference = runs[0].method["name"] == REFERENCE
+    if is_reference or overhead.unlike(runs[0], near, "model") or not values or not reference_values:
         return NOTHING
     difference = statistics.median(values) - statistics.median(reference_values)
     return f"{MINUS if difference < 0 else '+'}{measure.text(abs(difference))}"

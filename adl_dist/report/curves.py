@@ -42,15 +42,13 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
     """
     labels = list(dict.fromkeys(run.label for run in runs))
     references = [run for run in runs if run.method["name"] == REFERENCE]
-    black = [{"color": "black", "linestyle": style, "linewidth": 2.0} for style in STYLES]
-    bright = [{"color": c, "linestyle": style, "linewidth": 1.4} for style in STYLES for c in COLOURS]
-    kinds = {True: itertools.cycle(black), False: itertools.cycle(bright)}
-    looks = {label: next(kinds[any(run.label == label for run in references)]) for label in labels}
+    black = itertools.cycle({"color": "black", "linestyle": style, "linewidth": 2.0} for style in STYLES)
+    bright = itertools.cycle({"color": c, "linestyle": style, "linewidth": 1.4} for style in STYLES for c in COLOURS)
+    looks = {label: next(black if any(run.label == label for run in references) else bright) for label in labels}
     # The result of the reference does not depend on K: it needs no panel of its own and is drawn in all others.
     stages = sorted({run.num_stages for run in runs if run not in references} or {run.num_stages for run in runs})
     columns = min(len(stages), MOST_COLUMNS)
-    rows = math.ceil(len(stages) / columns)
-    width = max(columns * PANEL_INCHES[0], 5.0)
+    rows, width = math.ceil(len(stages) / columns), max(columns * PANEL_INCHES[0], 5.0)
     legend_columns = min(len(labels), max(1, int(width / LEGEND_COLUMN_INCHES)))
     legend_inches = LEGEND_ROW_INCHES * math.ceil((len(labels) + 1) / legend_columns) + 0.1
     with matplotlib.rc_context(STYLE):
@@ -60,10 +58,9 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
             axes.set_visible(False)
         _set_range(panels[0], runs, measure)  # the panels share it
         for place, (axes, K) in enumerate(zip(panels, stages, strict=False)):
-            with_this_k = [run for run in runs if run.num_stages == K]
-            labels_here = {run.label for run in with_this_k}
-            from_other_k = [run for run in references if run.label not in labels_here]
-            _draw_panel(axes, [*with_this_k, *from_other_k], looks, measure)
+            labels_here = {run.label for run in runs if run.num_stages == K}
+            shown = [r for r in runs if r.num_stages == K or (r in references and r.label not in labels_here)]
+            _draw_panel(axes, shown, looks, measure)
             axes.set_title(f"K = {K}", loc="left", fontweight="bold")
             if place + columns >= len(stages):  # nothing below it
                 axes.set_xlabel("epoch")
@@ -73,9 +70,8 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
         handles = [Line2D([], [], label=label, **looks[label]) for label in labels]
         if any(run.status == "diverged" for run in runs):
             handles.append(Line2D([], [], color="#555555", label="diverged", **CROSS))
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=legend_columns, frameon=False, handlelength=2.6
-        )
+        below: Any = {"loc": "outside lower center", "ncols": legend_columns, "frameon": False, "handlelength": 2.6}
+        figure.legend(handles=handles, **below)
     return figure
 
 
@@ -89,26 +85,18 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], looks: Mapping[str, Mapping[str
     for place, label in enumerate(reversed([label for label in looks if any(r.label == label for r in runs)])):
         look, shown = looks[label], [run for run in runs if run.label == label]
         ends = [_scaled(run, measure) for run in shown if run.status == "complete"]
-        epochs = sorted(set().union(*ends))
-        at = {epoch: [curve[epoch] for curve in ends if epoch in curve] for epoch in epochs}
-        axes.plot(epochs, [statistics.median(at[e]) for e in epochs], zorder=3 + 0.01 * place, **look)
-        low, high = [min(at[e]) for e in epochs], [max(at[e]) for e in epochs]
-        axes.fill_between(epochs, low, high, color=look["color"], alpha=0.3 / math.sqrt(len(looks)), linewidth=0)
-        for run in shown:
-            if run.status == "diverged":
-                _draw_diverged(axes, run, look, measure)
+        at = {epoch: [curve[epoch] for curve in ends if epoch in curve] for epoch in sorted(set().union(*ends))}
+        axes.plot(list(at), list(map(statistics.median, at.values())), zorder=3 + 0.01 * place, **look)
+        low, high = list(map(min, at.values())), list(map(max, at.values()))
+        axes.fill_between(list(at), low, high, color=look["color"], alpha=0.3 / math.sqrt(len(looks)), linewidth=0)
+        for run in (run for run in shown if run.status == "diverged"):
+            curve, (least, most) = _scaled(run, measure), axes.get_ylim()
+            axes.plot(list(curve), list(curve.values()), zorder=2.9, **{**look, "linewidth": 1.0, "alpha": 0.8})
+            # The cross of a run that ended before its first validation, or outside the panel, is on the edge.
+            end = max(curve, default=run.divergence.get("epoch", 0) + 1)
+            value = min(max(curve.get(end, least if measure is ACCURACY else most), least), most)
+            axes.plot([end], [value], color=look["color"], zorder=5, clip_on=False, **CROSS)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measure) -> None:
-    curve = _scaled(run, measure)
-    axes.plot(list(curve), list(curve.values()), zorder=2.9, **{**look, "linewidth": 1.0, "alpha": 0.8})
-    low, high = axes.get_ylim()
-    worst = low if measure is ACCURACY else high
-    # The cross of a run that ended before its first validation, or outside the panel, is on the edge.
-    end = max(curve, default=run.divergence.get("epoch", 0) + 1)
-    value = min(max(curve.get(end, worst), low), high)
-    axes.plot([end], [value], color=look["color"], zorder=5, clip_on=False, **CROSS)
 
 
 def _scaled(run: Run, measure: Measure) -> dict[float, float]:

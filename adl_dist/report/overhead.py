@@ -1,8 +1,9 @@
 """The overhead of a run: the training it takes to reach another run's losses."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
+
+import numpy
 
 from adl_dist.report.runs import REFERENCE, Point, Run
 
@@ -47,10 +48,15 @@ def goals(run: Run, reference: Run) -> list[Goal]:
     _, own, other = _curves(run, reference)
     if not own or not other:
         return []
-    num_updates = other[-1].update + 1
+    updates, values = [point.update + 1 for point in other], [point.value for point in other]
     found = []
-    for loss in (_lowest(other, share * num_updates) for share in SHARES):
-        if loss is not None and (there := first_reach(other, loss)) is not None:
+    for share in SHARES:
+        end = share * updates[-1]
+        if end >= updates[0]:  # the lowest value until then, linear between two records
+            until = [value for update, value in zip(updates, values, strict=True) if update <= end]
+            loss = min(*until, float(numpy.interp(end, updates, values)))
+            there = first_reach(other, loss)
+            assert there is not None
             found.append(Goal(loss, there, first_reach(own, loss)))
     return found
 
@@ -68,13 +74,12 @@ def note(runs: Sequence[Run], names: Mapping[str, str], reference: Run | None = 
 
 def first_reach(curve: Sequence[Point], loss: float) -> Reached | None:
     """Return the training at which a curve first has ``loss``, or None."""
-    if curve and curve[0].value <= loss:
-        return Reached.at(curve[0])
-    for a, b in pairwise(curve):
-        if b.value <= loss:
-            part = (a.value - loss) / (a.value - b.value)
-            return Reached(*(x + part * (y - x) for x, y in zip(Reached.at(a), Reached.at(b), strict=True)))
-    return None
+    place = next((place for place, point in enumerate(curve) if point.value <= loss), None)
+    if not place:
+        return None if place is None else Reached.at(curve[0])
+    a, b = curve[place - 1], curve[place]
+    part = (a.value - loss) / (a.value - b.value)
+    return Reached(*(x + part * (y - x) for x, y in zip(Reached.at(a), Reached.at(b), strict=True)))
 
 
 def nearest_reference(run: Run, runs: Sequence[Run]) -> Run:
@@ -102,27 +107,23 @@ def unlike(one: Run, other: Run, part: str) -> int:
 
 
 def rows(runs: Sequence[Run], names: Mapping[str, str], reference: Run | None = None) -> list[list[str]]:
-    """Return a table with a row for each run that has losses.
+    """Return a table with a row for each run that has losses, or [] if none has.
 
     Args:
         runs: the runs.
         names: the name of each run, by its folder.
         reference: the run that sets the goals, by default the nearest of BP.
     """
-    table = [["run", *(f"{share:.0%}" for share in SHARES)]]
+    table = []
     for run in runs:
-        found = goals(run, reference or nearest_reference(run, runs))
-        cells = ["." for _ in SHARES[len(found) :]] + [_cell(goal) for goal in found]
-        if found:
-            table.append([names[str(run.folder)], *cells])
-    return table if len(table) > 1 else []
-
-
-def _cell(goal: Goal) -> str:
-    if goal.run is None or goal.ratio is None:
-        return NEVER
-    updates, samples, seconds = goal.run
-    return f"{updates:,.0f} / {samples:,.0f} / {seconds:,.1f} s = {goal.ratio:.2f}x"
+        cells = ["."] * len(SHARES)
+        for place, goal in enumerate(reversed(found := goals(run, reference or nearest_reference(run, runs))), 1):
+            cells[-place] = NEVER
+            if goal.run is not None:
+                updates, samples, seconds = goal.run
+                cells[-place] = f"{updates:,.0f} / {samples:,.0f} / {seconds:,.1f} s = {goal.ratio:.2f}x"
+        table += [[names[str(run.folder)], *cells]] if found else []
+    return [["run", *(f"{share:.0%}" for share in SHARES)], *table] if table else []
 
 
 def _curves(run: Run, reference: Run) -> tuple[str, list[Point], list[Point]]:
@@ -146,12 +147,3 @@ def moving_average(curve: Sequence[Point], width: int) -> list[Point]:
     return [
         point._replace(value=(sums[i] - sums[max(i - width, 0)]) / min(i, width)) for i, point in enumerate(curve, 1)
     ]
-
-
-def _lowest(curve: Sequence[Point], updates: float) -> float | None:
-    """Return the lowest value of a curve in its first ``updates``, or None."""
-    values = [point.value for point in curve if point.update + 1 <= updates]
-    for a, b in pairwise(curve):
-        if a.update + 1 <= updates < b.update + 1:
-            values.append(a.value + (b.value - a.value) * (updates - a.update - 1) / (b.update - a.update))
-    return min(values, default=None)

@@ -5,7 +5,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -13,9 +12,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 
 from adl_dist.errors import AdlError, ConfigError, in_one_line
-from adl_dist.report.loggers import tag_of
-from adl_dist.report.logs import Entry, read_logs
-from adl_dist.report.recorder import METRICS
+from adl_dist.report.logs import read_logs
+from adl_dist.report.recorder import METRICS, tag_of
 from adl_dist.report.timeline import TIMELINE, Timeline
 from adl_dist.schedule import Pipeline, method
 from adl_dist.settings import REMOVED_OPTIONS
@@ -42,31 +40,74 @@ class Point(NamedTuple):
     value: float
 
 
-@dataclass(kw_only=True)
+def _object_in(path: Path) -> dict[str, Any]:
+    content = (yaml.safe_load if path.suffix == ".yaml" else json.loads)(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError("expected an object")
+    return content
+
+
+def _content(name: str, default: Any, read: Callable[[Path], Any] = _object_in) -> Any:
+    """Return a property of a run: the content of a file, or a default."""
+    return cached_property(lambda run: run.load(name, read, default))
+
+
 class Run:
     """One run folder. Runs that differ only in K and seed share a label.
 
     Attributes:
-        config: content of config.yaml.
-        summary: content of summary.json.
-        divergence: content of diverged.json.
+        problems: a line for each file that cannot be used.
         method: name and options; of another system only its name. Empty if unknown.
         pipeline: the schedule; None if unknown, and of another system.
+        num_stages: K, or 0 if it is unknown.
         curves: points by name, like ``validation/loss``; names of stages end with their number.
-        problems: a line for each file that cannot be used.
     """
 
-    folder: Path
-    config: Mapping[str, Any] = field(default_factory=dict)
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    divergence: Mapping[str, Any] = field(default_factory=dict)
-    num_stages: int = 0  # 0: unknown
-    method: Mapping[str, Any] = field(default_factory=dict)
-    pipeline: Pipeline | None = None
-    status: Status = "unfinished"
-    label: str = ""
-    curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    config = _content("config.yaml", {})
+    summary = _content("summary.json", {})
+    divergence = _content("diverged.json", {})
+    start = _content(START, {})  # of the newest start
+    timeline = _content(TIMELINE, None, Timeline.read)  # the actions of a few updates
+    logs = _content("logs", (), lambda path: read_logs(path.parent))
+    units = _content("profile.json", (), lambda path: _object_in(path)["units"])  # the measured cost of each unit
+    links = _content("links.json", {})  # the measured links
+
+    def __init__(self, folder: Path) -> None:
+        """Read the run in ``folder``; damaged files become its problems.
+
+        Raises:
+            ConfigError: If there is no run.
+        """
+        if not any((folder / name).is_file() for name in ("config.yaml", METRICS, "summary.json")):
+            raise ConfigError(
+                f"{folder} holds no run: expected config.yaml, {METRICS} or summary.json, as adl-dist train writes "
+                "them; give run folders"
+            )
+        self.folder, self.problems = folder, list[str]()
+        self.method: Mapping[str, Any] = {}
+        self.pipeline: Pipeline | None = None
+        self.status: Status = "complete" if self.summary else "diverged" if self.divergence else "unfinished"
+        self.label = ""
+        self.curves: Mapping[str, Sequence[Point]] = self.load(METRICS, lambda path: _curves(self, path), {})
+        self.num_stages: int = self.load("summary.json", lambda _: len(self.summary.get("stages", ())), 0)
+        for read in (self._read_method, self._read_status) if self.config else ():
+            self.load("config.yaml", lambda _: read(), None)  # noqa: B023
+
+    def _read_status(self) -> None:
+        if (train := self.config.get("train")) is not None:
+            self.status = status_of(self.folder, epochs=train["epochs"], max_updates=train.get("max_updates"))
+
+    def _read_method(self) -> None:
+        self.num_stages = int(self.config.get("partition", self.config)["num_stages"])
+        if CONTENDER in self.config:
+            self.method, self.label = {"name": self.config[CONTENDER]}, self.config[CONTENDER]
+            return
+        self.label, self.method = method_label(self.config["method"]), self.config["method"]
+        settings = {name: value for name, value in self.method.items() if name not in REMOVED_OPTIONS}
+        delays = self.folder / "delays.json"
+        if settings.get("delay") == "auto" and delays.is_file():
+            settings["delay"] = json.loads(delays.read_text())
+        self.pipeline = Pipeline(method(settings.pop("name"), **settings), self.num_stages)
 
     @property
     def seed(self) -> int:
@@ -88,87 +129,25 @@ class Run:
         """The unit of the speed: ``images``, ``samples`` or ``tokens``."""
         return str(self.summary.get("unit", "images"))
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings with dotted names; shapes of a model as its parameters."""
         flat = flatten(self.config)
-        shapes = {key for key, value in flat.items() if key.startswith("model.") and isinstance(value, list)}
-        settings = {key: value for key, value in flat.items() if key not in shapes}
-        return settings | ({"model.parameters": sum(math.prod(flat[key]) for key in shapes)} if shapes else {})
+        shapes = [flat.pop(key) for key in [*flat] if key.startswith("model.") and isinstance(flat[key], list)]
+        return flat | ({"model.parameters": sum(map(math.prod, shapes))} if shapes else {})
 
     def finite(self, name: str) -> list[Point]:
         """Return the points of a curve that are numbers."""
         return [point for point in self.curves.get(name, ()) if math.isfinite(point.value)]
 
-    @cached_property
-    def start(self) -> Mapping[str, Any]:
-        """Command, host, device, and each stage's number of units, first and last, of the newest start."""
-        return self.load(START, _object_in) or {}
-
-    @cached_property
-    def timeline(self) -> Timeline | None:
-        """The actions of a few updates."""
-        return self.load(TIMELINE, Timeline.read)
-
-    @cached_property
-    def logs(self) -> Sequence[Entry]:
-        """The entries of the logs."""
-        return self.load("logs", lambda path: read_logs(path.parent)) or ()
-
-    @cached_property
-    def units(self) -> Sequence[Mapping[str, Any]]:
-        """The measured cost of each unit of the model."""
-        return self.load("profile.json", lambda path: _object_in(path)["units"]) or ()
-
-    @cached_property
-    def links(self) -> Mapping[str, Any]:
-        """The measured links."""
-        return self.load("links.json", _object_in) or {}
-
-    def load(self, name: str, read: Callable[[Path], T]) -> T | None:
-        """Return the content of a file, or None; note a problem if it is damaged."""
+    def load(self, name: str, read: Callable[[Path], T], default: T) -> T:
+        """Return the content of a file, or ``default``; note a problem if it is damaged."""
         path = self.folder / name
-        if not path.exists():
-            return None
         try:
-            return read(path)
+            return read(path) if path.exists() else default
         except DAMAGE as error:
             self.problems.append(f"{name} cannot be used ({in_one_line(error)[:200]})")
-            return None
-
-
-def read_run(folder: Path) -> Run:
-    """Read the run in ``folder``; damaged files become its problems.
-
-    Raises:
-        ConfigError: If there is no run.
-    """
-    if not any((folder / name).is_file() for name in ("config.yaml", METRICS, "summary.json")):
-        raise ConfigError(
-            f"{folder} holds no run: expected config.yaml, {METRICS} or summary.json, as adl-dist train writes them; "
-            "give run folders"
-        )
-    run = Run(folder=folder)
-    run.config = run.load("config.yaml", lambda path: an_object(yaml.safe_load(path.read_text()))) or {}
-    run.summary = run.load("summary.json", _object_in) or {}
-    run.divergence = run.load("diverged.json", _object_in) or {}
-    run.load(METRICS, lambda path: _read_curves(run, path))
-    run.num_stages = run.load("summary.json", lambda _: len(run.summary.get("stages", ()))) or 0
-    if run.config:
-        run.load("config.yaml", lambda _: _read_method(run))
-    run.load("config.yaml", lambda _: _read_status(run))
-    return run
-
-
-def an_object(content: object) -> dict[str, Any]:
-    """Return ``content``; ValueError if it is not an object."""
-    if not isinstance(content, dict):
-        raise ValueError("expected an object")
-    return content
-
-
-def _object_in(path: Path) -> dict[str, Any]:
-    return an_object(json.loads(path.read_text()))
+            return default
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -185,7 +164,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     Raises:
         ConfigError: If a folder is not that of a run.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = [Run(folder) for folder in folders]
     add_labels(runs)
     return runs
 
@@ -206,29 +185,9 @@ def add_labels(runs: Sequence[Run]) -> None:
     flat = [run.settings for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
-    for run, one in zip(runs, flat, strict=True):
-        run.label = " ".join([run.label, *(f"{key}={one[key]}" for key in telling if one.get(key) is not None)])
-
-
-def _read_method(run: Run) -> None:
-    """Read K and the method."""
-    run.num_stages = int(run.config.get("partition", run.config)["num_stages"])
-    if CONTENDER in run.config:
-        run.method, run.label = {"name": run.config[CONTENDER]}, run.config[CONTENDER]
-        return
-    chosen = run.config["method"]
-    run.method, run.label = chosen, method_label(chosen)
-    settings = {name: value for name, value in chosen.items() if name not in REMOVED_OPTIONS}
-    delays = run.folder / "delays.json"
-    if settings.get("delay") == "auto" and delays.is_file():
-        settings["delay"] = json.loads(delays.read_text())
-    run.pipeline = Pipeline(method(settings.pop("name"), **settings), run.num_stages)
-
-
-def _read_status(run: Run) -> None:
-    run.status = "complete" if run.summary else "diverged" if run.divergence else "unfinished"
-    if (train := run.config.get("train")) is not None:
-        run.status = status_of(run.folder, epochs=train["epochs"], max_updates=train.get("max_updates"))
+    for run in runs:
+        given = {key: run.settings.get(key) for key in telling}
+        run.label = " ".join([run.label, *(f"{key}={value}" for key, value in given.items() if value is not None)])
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
@@ -254,21 +213,21 @@ def _newest_update(folder: Path) -> int:
     return max(newest)
 
 
-def _read_curves(run: Run, path: Path) -> None:
+def _curves(run: Run, path: Path) -> dict[str, list[Point]]:
     """Read all records; the clock of training begins again with each segment."""
     records = list(_records(run, path))
-    bounds: dict[int, tuple[int, int]] = {}  # first and last update of each epoch
+    updates: dict[int, list[int]] = {}  # of each epoch
     for record in records:
-        first, last = bounds.get(record["epoch"], (record["update"], record["update"]))
-        bounds[record["epoch"]] = min(first, record["update"]), max(last, record["update"])
-    longest = max((last - first + 1 for first, last in bounds.values()), default=1)
+        updates.setdefault(record["epoch"], []).append(record["update"])
+    first = {epoch: min(each) for epoch, each in updates.items()}
+    length = {epoch: max(each) - min(each) + 1 for epoch, each in updates.items()}
+    longest, last = max(length.values(), default=1), max(updates, default=0)
     curves = dict[str, list[Point]]()
     before = of_segments = seconds = 0.0
     samples = of_epoch = 0
     for record in records:
         update, number, elapsed = record["update"], record["epoch"], record.get("elapsed_seconds")
-        first, last = bounds[number]
-        epoch = number + (update - first + 1) / (longest if number == max(bounds) else last - first + 1)
+        epoch = number + (update - first[number] + 1) / (longest if number == last else length[number])
         if record["name"] == "train/loss":
             samples += int(record.get("num_samples", 0))
         if isinstance(elapsed, (int, float)) and math.isfinite(elapsed):
@@ -278,7 +237,7 @@ def _read_curves(run: Run, path: Path) -> None:
             seconds, before = of_segments + elapsed, elapsed
         point = Point(update, epoch, samples, seconds, float(record["value"]))
         curves.setdefault(tag_of(record), []).append(point)
-    run.curves = curves
+    return curves
 
 
 def _records(run: Run, path: Path) -> Iterator[dict[str, Any]]:
@@ -301,9 +260,8 @@ def _records(run: Run, path: Path) -> Iterator[dict[str, Any]]:
 def method_label(chosen: Mapping[str, Any]) -> str:
     """Return the method's name with M and settings that are not its defaults."""
     name, M = chosen["name"], chosen["accumulation_steps"]
-    usual = REMOVED_OPTIONS | method(name).settings
-    others = {key: value for key, value in chosen.items() if key not in ("name", "accumulation_steps")}
-    special = [f"{key}={value}" for key, value in others.items() if value != usual.get(key)]
+    usual = REMOVED_OPTIONS | method(name).settings | {"name": name, "accumulation_steps": M}
+    special = [f"{key}={value}" for key, value in chosen.items() if value != usual.get(key)]
     return " ".join([name, *([f"M={M}"] if M > 1 else []), *special])
 
 
@@ -323,8 +281,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measure:
+class Measure(NamedTuple):
     """The figure that runs are compared by: accuracy, or the loss."""
 
     name: str
@@ -345,8 +302,7 @@ class Measure:
         return f"{value:.2f}" if self.scale == 100 else f"{value:.4f}"
 
 
-ACCURACY = Measure(name="validation/accuracy", unit=" %", scale=100)
-LOSS = Measure(name="validation/loss", unit="", scale=1)
+ACCURACY, LOSS = Measure("validation/accuracy", " %", 100), Measure("validation/loss", "", 1)
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:

@@ -92,8 +92,7 @@ class Totals:
     def summary(self) -> dict[str, Any]:
         """Return the figures for ``summary.json``."""
         num_samples, seconds = sum(n for n, _, _ in self.trained), sum((s for _, s, _ in self.trained), 0.0)
-        tokens = sum(self._tokens)
-        segments = [results for _, _, results in self.trained]
+        tokens, segments = sum(self._tokens), [results for _, _, results in self.trained]
         stages = [_stage_totals(results) for results in zip(*segments, strict=True)]
         processes = []
         for rank, last in (_by_process(segments[-1]) if segments else {}).items():
@@ -102,20 +101,21 @@ class Totals:
             processes.append({"rank": rank, "stages": [result.stage for result in last], **found})
             if len(last) == 1:
                 stages[last[0].stage] |= found
-        return {
+        figures: dict[str, Any] = {
             "skipped_updates": sum(results[-1].num_skipped for results in segments),
             "train_seconds": seconds,
             "num_samples": num_samples,
-            **({"samples_per_second": num_samples / seconds} if seconds else {}),
+            "samples_per_second": num_samples / seconds if seconds else None,
             "stages": stages,
             # The peak of a process with several stages belongs to none of them.
-            **({"processes": processes} if len(processes) < len(stages) else {}),
-            **({"unit": self.unit} if self.unit != "images" else {}),
-            **(
-                {"num_tokens": tokens, "tokens_per_second": tokens / seconds} if seconds and self.unit == TOKENS else {}
-            ),
-            **({"mfu": self._flops * num_samples / seconds} if seconds and self._flops is not None else {}),
+            "processes": processes if len(processes) < len(stages) else None,
+            "unit": self.unit if self.unit != "images" else None,
         }
+        if seconds and self.unit == TOKENS:
+            figures |= {"num_tokens": tokens, "tokens_per_second": tokens / seconds}
+        if seconds and self._flops is not None:
+            figures["mfu"] = self._flops * num_samples / seconds
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def _by_process(results: Iterable[TrainResult]) -> dict[int, list[TrainResult]]:

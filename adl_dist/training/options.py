@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, parse_links, text_of_links
-from adl_dist.report.loggers import check_loggers
+from adl_dist.report.recorder import check_loggers
 from adl_dist.schedule import downstream_first
 from adl_dist.settings import check_settings, documented, setting
 

@@ -22,7 +22,7 @@ from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import MetricsWriter, Progress, say, tell, warn
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.report.files import write_atomically
-from adl_dist.report.loggers import TENSORBOARD
+from adl_dist.report.recorder import TENSORBOARD
 from adl_dist.report.runs import START, flatten
 from adl_dist.report.tables import counted
 from adl_dist.stage import TrainSpec

@@ -107,7 +107,7 @@ def contenders(
 def _of_torch(name: str, config: RunConfig, M: int) -> Contender:
     config = replace(config, method=Method(name="1f1b", accumulation_steps=M))
     known = {ONE_DEVICE: "torch-bp-whole", **REPLICATED, **TORCHS_PIPELINES}
-    found, left_out = entries([known[name]], config, warmup=WARMUP, spreads=True)
+    found, left_out = entries([known[name]], config, warmup=WARMUP)
     if not found:
         raise ConfigError(*left_out.values())
     return Contender(name=name, entry=replace(found[0], name=name))

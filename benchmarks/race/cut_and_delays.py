@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from adl_dist.cli.bench.entries import ModelSurvey, survey
+from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import balance_word, compose_run
-from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
@@ -103,11 +103,13 @@ def _predicted(
     """
     K = config.partition.num_stages
     profiler = Profiler(config, threads=on.threads)
-    sizes = chosen_sizes(profiler.chain, K, config.partition.balance)
+    sizes = instantiate.chosen_sizes(profiler.chain, K, config.partition.balance)
     found: dict[str, list[dict[str, Any]]] = {link.name: [] for link in links}
     measured, coded = link_figures(config.runtime.device), coding_costs(torch.device("cpu"), threads=on.threads)
-    with profiler.with_load(profiler.num_others(K), _micro_batch(config, racing[0])):
-        profiles = {size: profiler.profile(size) for size in {_micro_batch(config, contender) for contender in racing}}
+    with profiler.profiles(
+        [_micro_batch(config, contender) for contender in racing], profiler.num_others(K)
+    ) as profiles:
+        pass
     for contender in racing:
         num = contender.entry.num_stages
         devices = Machine(

@@ -26,7 +26,6 @@ from adl_dist.cli.bench.baseline_rank import replica_of, share_of_epoch
 from adl_dist.cli.bench.entries import REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.config.reading import device_loader
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.affinity import tune_malloc
@@ -100,7 +99,7 @@ def train(rank: int, kind: Kind, inner_updates: int | None, config: RunConfig, p
             outer = training.after_step if isinstance(training.after_step, OuterStep) else None
             for epoch in range(config.train.epochs):
                 share, shuffle = share_of_epoch(kind, rank, size, config, whole, epoch=epoch)
-                loader = device_loader(config, device, shuffle=shuffle, dataset=share)
+                loader = instantiate.device_loader(config, device, shuffle=shuffle, dataset=share)
                 sizes = [batch // size] * updates_per_epoch
                 train_alone(replica, cast(Iterator[tuple[Tensor, Tensor]], loader.batches(epoch, sizes)), training)
                 done = (epoch + 1) * updates_per_epoch
@@ -127,7 +126,7 @@ def evaluated(model: nn.Module, validation: Dataset[Any], config: RunConfig, tra
     """Return the mean loss of ``model`` over all samples of ``validation`` and, for classes, the accuracy."""
     num, batch = len(validation), config.train.batch_size  # type: ignore[arg-type]  # a dataset with indices
     sizes = [batch] * (num // batch) + [num % batch] * (num % batch > 0)
-    loader = device_loader(config, training.device, shuffle=False, dataset=validation)
+    loader = instantiate.device_loader(config, training.device, shuffle=False, dataset=validation)
     loss, correct, classed = 0.0, 0, 0
     model.eval()
     for input_, target in cast(Iterator[tuple[Tensor, Tensor]], loader.batches(0, sizes)):
@@ -171,7 +170,7 @@ def main(arguments: list[str]) -> None:
             start(kind, inner_updates, rest)
         else:
             config, _ = compose_run(rest)
-            train(int(os.environ["RANK"]), cast(Kind, kind), inner_updates, config, place)
+            train(int(os.environ["RANK"]), kind, inner_updates, config, place)
     except (AdlError, ChildFailed) as error:
         sys.stderr.write(f"adl-dist: error: {' '.join(str(error).split())}\n")
         sys.stderr.flush()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.sweep.command import job_status, locked, run_all
-from adl_dist.cli.sweep.request import Job, Sweep, naming
+from adl_dist.cli.sweep import Job, Sweep, locked, naming, run_all
 from adl_dist.errors import ConfigError
 from adl_dist.report.goal import falls
 from adl_dist.report.recorder import METRICS
@@ -132,7 +131,7 @@ def updates_to(folder: Path, target: Target) -> int | None:
 
 
 def _ended(job: Job) -> bool:
-    return job_status(job) != "unfinished"
+    return job.status != "unfinished"
 
 
 def _best(trials: Sequence[Job], race: RaceConfig) -> float | None:

@@ -15,8 +15,8 @@ import torch
 
 from adl_dist.cli.bench import command
 from adl_dist.cli.bench.baseline_rank import rank_batches
+from adl_dist.cli.bench.command import baseline, draw, report, rows
 from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, survey
-from adl_dist.cli.bench.report import baseline, draw, report, rows
 from adl_dist.cli.bench.runner import (
     BenchConfig,
     Measured,
@@ -39,17 +39,15 @@ SURVEY = ModelSurvey(
     exchanged_bytes={"none": 12_000, "bf16": 6_000, "powersgd": 1_000},
 )  # fmt: skip
 CONV_NET = ["model=resnet8", "data=synthetic", "data.image_size=8"]
-TINY = ["model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images"]
 
 
 def fit(names, *words):
     return entries(names.split(","), compose_run(words)[0], warmup=3)
 
 
-def bench_config(words, found, *, pinned=False):
-    config, _ = compose_run(words)
-    where = {"log_folder": Path(), "timeout_seconds": 1.0, "pinned": pinned}
-    return BenchConfig(config=config, overrides=words, survey=found, **where)
+def bench_config(words, found):
+    where = {"log_folder": Path(), "timeout_seconds": 1.0, "pinned": False}
+    return BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **where)
 
 
 def ran(name, *speeds, **more):
@@ -61,19 +59,14 @@ def ran(name, *speeds, **more):
 def test_by_default_all_take_part_on_a_cpu():
     """Those whose papers do not accumulate run with one micro-batch per update, of all samples."""
     able, left_out = fit(",".join(DEFAULT), "train.batch_size=66", "partition.num_stages=2")
-    assert [entry.name for entry in able] == list(DEFAULT)
-    assert not left_out
+    assert ([entry.name for entry in able], left_out) == ([*DEFAULT], {})
     steps = {entry.name: (entry.method.micro_batches_per_update, entry.samples) for entry in able}
     assert steps["torch-bp"] == steps["adl"] == steps["gpipe"] == (4, 64)
-    assert steps["torch-bp-whole"] == (1, 64)
-    assert steps["fdg"] == steps["ddg"] == (1, 66)
+    assert (steps["torch-bp-whole"], steps["fdg"], steps["ddg"]) == ((1, 64), (1, 66), (1, 66))
     delays = {entry.name: Pipeline(entry.method, 3).delays for entry in able}
     assert (delays["adl-minimal"], delays["adl"]) == ((2, 1, 0), (4, 2, 0))
-
-
-def test_no_update_counts_before_the_pipeline_is_full():
     (adl, fdg), _ = fit("adl,fdg", "partition.num_stages=4")
-    assert (adl.warmup, fdg.warmup) == (3, 7)  # 6 micro-batches are 2 updates, or 6, and one more
+    assert (adl.warmup, fdg.warmup) == (3, 7), "6 micro-batches are 2 updates, or 6, and one more: a full pipeline"
     assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
     with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
         seconds_per_update([0.0, 10.0], warmup=2)
@@ -153,46 +146,33 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
     assert next(unpredicted).num_updates == 5
 
 
-def look(words, *names):
-    """The entries ``names`` of a configuration and their survey, without predictions, which take long to measure."""
-    able, _ = fit(",".join(names), *words)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("adl_dist.cli.bench.entries.predict_speeds", lambda _, __, ___, sizes: (sizes, {}))
-        return able, survey(compose_run([*words, "runtime.threads=1"])[0], able)
-
-
-@pytest.mark.parametrize(
-    ("balance", "begins"),
-    [("[2,3]", ["layer2_0.conv1"]), ("flops", None)],
-)
-def test_all_pipelines_are_cut_at_the_same_place(balance, begins):
-    words = [*CONV_NET, f"partition.balance={balance}"]
-    able, found = look(words, "gpipe", "torch-gpipe", "torch-gpipe-plain", "adl")
+def test_all_pipelines_are_cut_at_the_same_place(monkeypatch):
+    monkeypatch.setattr("adl_dist.cli.bench.entries.predict_speeds", lambda _, __, ___, sizes: (sizes, {}))
+    words = [*CONV_NET, "partition.balance=[2,3]"]
+    able, _ = fit("gpipe,torch-gpipe,torch-gpipe-plain,adl", *words)
+    found = survey(compose_run([*words, "runtime.threads=1"])[0], able)
     one = found.cuts[2]
-    assert begins in (None, one.begins)
-    assert found.target == TensorSpec((), "int64")
-    if balance == "[2,3]":  # 16 channels of 8 x 8, and the shortcut of the next block, in float32
-        assert (one.act_bytes, one.grad_bytes) == ([4096 + 2048], [4096 + 2048])
-    setting = bench_config(words, found)
+    assert (one.begins, found.target) == (["layer2_0.conv1"], TensorSpec((), "int64"))
+    # 16 channels of 8 x 8, and the shortcut of the next block, in float32
+    assert (one.act_bytes, one.grad_bytes) == ([4096 + 2048], [4096 + 2048])
+    argv = [train_argv(entry, bench_config(words, found), 9) for entry in able]
     cut = balance_word(one.begins)
-    argv = [train_argv(entry, setting, 9) for entry in able]
     assert [[word for word in words if word.startswith("partition.balance")] for words in argv] == [[cut]] * 4
     # One of torch's pipelines runs in the only format that gloo takes.
     assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("shuffle", ["true", "false"])
-def test_replicas_share_the_samples_of_each_update(shuffle):
-    words = [*("data=synthetic", "data.image_size=2", "data.num_samples=16", f"data.shuffle={shuffle}"), "seed=1"]
-    config, cpu = compose_run([*words, "train.batch_size=8"])[0], torch.device("cpu")
-    together = [
-        sorted(image.flatten().tolist() for r in (0, 1) for image in shares_of[r][0])
-        for shares_of in zip(*(rank_batches("ddp", r, 2, config, cpu) for r in (0, 1)), strict=True)
-    ]
-    pipeline = rank_batches("gpipe", 0, 2, config, cpu)
-    whole = [sorted(image.flatten().tolist() for image in images) for images, _ in pipeline]
-    assert together == whole
-    assert len(whole) == 2
+def test_replicas_share_the_samples_of_each_update():
+    words = ["data=synthetic", "data.image_size=2", "data.num_samples=16", "train.batch_size=8", "seed=1"]
+    config, cpu = compose_run(words)[0], torch.device("cpu")
+
+    def images(*batches):
+        return sorted(image.flatten().tolist() for images, _ in batches for image in images)
+
+    replicas = zip(*(rank_batches("ddp", rank, 2, config, cpu) for rank in (0, 1)), strict=True)
+    together = [images(*shares) for shares in replicas]
+    assert together == [images(batch) for batch in rank_batches("gpipe", 0, 2, config, cpu)]
+    assert len(together) == 2
 
 
 def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
@@ -218,10 +198,10 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.parametrize("option", ["--out={}", "run_dir={}"])
-def test_the_results_of_another_bench_are_not_written_over(option, tmp_path):
+def test_the_results_of_another_bench_are_not_written_over(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
-    shows(in_process("bench", option.format(tmp_path)).refusal(), ["already holds a bench.json", "another folder"])
+    for option in (f"--out={tmp_path}", f"run_dir={tmp_path}"):
+        shows(in_process("bench", option).refusal(), ["already holds a bench.json", "another folder"])
     assert (tmp_path / "bench.json").read_text() == "{}"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import checked, compose_run, composed_of, config_folder
-from adl_dist.cli.sweep.request import requested
+from adl_dist.cli.sweep import requested
 from adl_dist.partition import Chain, checked_sizes
 from adl_dist.schedule import method
 from tests.support.tiers import slow
@@ -114,13 +114,20 @@ def test_every_table_of_the_paper_has_its_experiments():
 
 @pytest.mark.parametrize("experiment", cases(PAPER))
 def test_an_experiment_is_the_runs_of_its_table(experiment):
+    """With the paper's settings."""
     table, request = TABLES[experiment], planned(experiment)
-    methods = [run.config.method for run in request.jobs]
-    stages = [run.config.partition.num_stages for run in request.jobs]
-    ran = [(m.name, m.micro_batches_per_update, K) for m, K in zip(methods, stages, strict=True)]
+    configs = [run.config for run in request.jobs]
+    ran = [(c.method.name, c.method.micro_batches_per_update, c.partition.num_stages) for c in configs]
     assert sorted(ran) == sorted(table.runs)
     assert alone(experiment)[0].get("seed") == (SEEDS if "table2" in experiment else None)
     assert str(request.run_dir) == f"runs/{experiment}-{table.of}"
+    for config in configs if "table2" in experiment else ():
+        assert config.optimizer["_target_"] == "torch.optim.SGD"
+        assert (config.optimizer["momentum"], config.train.batch_size, config.train.max_updates) == (0.9, 128, None)
+        schedule = config.lr_schedule
+        assert (schedule["_target_"], schedule["warmup_epochs"]) == ("adl_dist.optim.multistep", 3)
+        settings = (config.optimizer["lr"], config.optimizer["weight_decay"], config.train.epochs)
+        assert (*settings, schedule["milestones"]) == RECIPES[table.of.partition("-")[0]]
 
 
 def test_recommended_is_a_set_of_settings_that_words_replace():
@@ -131,18 +138,6 @@ def test_recommended_is_a_set_of_settings_that_words_replace():
     assert config.optimizer["_target_"] == "adl_dist.optimizers.Muon"
     config, _ = compose_run(["experiment=recommended", "optimizer=sgd", "method.delay=minimal"])
     assert (config.optimizer["_target_"], config.method.delay) == ("torch.optim.SGD", "minimal")
-
-
-@pytest.mark.parametrize("experiment", cases(name for name in PAPER if name.startswith("table2")))
-def test_an_experiment_trains_as_the_paper_says(experiment):
-    for run in planned(experiment).jobs:
-        config = run.config
-        assert config.optimizer["_target_"] == "torch.optim.SGD"
-        assert (config.optimizer["momentum"], config.train.batch_size, config.train.max_updates) == (0.9, 128, None)
-        schedule = config.lr_schedule
-        assert (schedule["_target_"], schedule["warmup_epochs"]) == ("adl_dist.optim.multistep", 3)
-        settings = (config.optimizer["lr"], config.optimizer["weight_decay"], config.train.epochs)
-        assert (*settings, schedule["milestones"]) == RECIPES[TABLES[experiment].of.partition("-")[0]]
 
 
 @pytest.mark.parametrize("experiment", cases(name for name in PAPER if TABLES[name].cuts))
@@ -166,18 +161,12 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
 
 @pytest.mark.parametrize("experiment", cases(FILES))
 def test_the_header_of_an_experiment_gives_working_commands(experiment):
-    head, every = header(experiment), commands(experiment)
-    assert all(f"experiment={experiment}" in command for command in every)
+    every = commands(experiment)
     assert every
-    assert planned(experiment).jobs
+    assert all(f"experiment={experiment}" in command for command in every)
     for command in every[1:] if experiment == "compare" else every[:-1]:
         compose_run([*command, "hydra.mode=RUN"])
+    runs = len(planned(experiment).jobs) * (3 if "table2" in experiment else 1)
     (entry,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{experiment}` |")]
-    assert "# Costs: " in head
-    if experiment in PAPER:
-        runs = len(planned(experiment).jobs) * (3 if "table2" in experiment else 1)
-        assert f"# Costs: {runs} runs" in head
-        assert f"{runs} runs" in entry
-        numbers = re.findall(r"\d+\.\d+", re.search(r"# Paper: (.*?)# Run:", head, re.DOTALL)[1])
-        assert sorted(numbers) == sorted(re.findall(r"\d+\.\d+", entry))
-        assert "# Ours:  " in head
+    shown = [f"{runs} runs" in text for text in (header(experiment), entry)]
+    assert shown == [True, True] or experiment not in PAPER

@@ -13,9 +13,9 @@ import adl_dist
 from adl_dist import models
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from adl_dist.cli.config.compose import config_folder
-from adl_dist.cli.generate import generate
 from adl_dist.cli.main import main
 from adl_dist.cli.tokenize import tokenize
+from adl_dist.cli.trained import generate
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from tests.support.values import SILENT

@@ -2,23 +2,22 @@
 
 import json
 import multiprocessing
-import time
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adl_dist.cli.config.compose import balance_word, compose_run
-from adl_dist.cli.plan.link import link_figures
+from adl_dist.cli.plan.command import line_to_paste
+from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.plan.report import line_to_paste
-from adl_dist.distributed.procfs import state_of
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
 from adl_dist.schedule import Pipeline, method
 from tests.support.commands import in_process, shows, words
-from tests.support.tiers import slow
+from tests.support.ranks import run_ranks
 
 FAST = ("train.batch_size=16", "runtime.threads=1", "--links", "8gbit,20us", "--neighbours", "0")
 SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
@@ -30,7 +29,7 @@ HOST = {"seconds_per_message": 1e-7, "seconds_per_byte": 1e-13}
 def measured_link(monkeypatch):
     """What two processes would measure, which takes seconds."""
     figures = {"bandwidth": 1e6, "latency": 1e-3, **HOST}
-    monkeypatch.setattr("adl_dist.cli.plan.arguments.link_figures", lambda device: figures)
+    monkeypatch.setattr("adl_dist.cli.plan.command.link_figures", lambda device: figures)
 
 
 def known(num_units=8, *, forward=1.0, backward=2.0, **of_unit):
@@ -70,51 +69,42 @@ def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
     assert Profile.load(tmp_path / "p.json") == profile
 
 
-def rests(pid):
-    """Whether it is stopped, a moment after it was told."""
-    deadline = time.monotonic() + 5
-    while state_of(pid) != "T" and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return state_of(pid) == "T"
+def seconds_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().split()[13]) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
-@pytest.mark.parametrize("num_workers", [0, slow(1)])
-def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
-    config, _ = compose_run([*TINY[:4], f"data.num_workers={num_workers}"])
-    profiler = Profiler(config, threads=1)
-    with profiler.with_load(1, 4):
+def test_neighbours_train_during_the_measurement_and_end():
+    profiler = Profiler(compose_run(TINY[:4])[0], threads=1)
+    with profiler.profiles([4, 4], 1) as found:
         (process,) = multiprocessing.active_children()
-        assert rests(process.pid)
-        with profiler.under_load():
-            time.sleep(0.2)
-            assert state_of(process.pid) != "T"
-        assert rests(process.pid)
+        before = seconds_of(process.pid)
+        profiler.pace(64)
+        assert seconds_of(process.pid) > before
     assert not process.is_alive()
+    assert (found.keys(), found[4].loaded is not None) == ({4}, True)
+
+
+def measured(folder):
+    return measure(folder, int(os.environ["RANK"]))
 
 
 @pytest.mark.ranks
-def test_a_link_has_a_bandwidth_and_a_latency():
-    link = link_figures("cpu")
+def test_a_link_has_a_bandwidth_and_a_latency(tmp_path):
+    link, _ = run_ranks(2, measured, str(tmp_path))
     assert replace(Machine(), **link).bandwidth > 1e6
     assert 0 < link["latency"] < 1
     assert min(link["seconds_per_byte"], link["seconds_per_message"]) >= 0
 
 
-def test_the_factor_is_that_of_theorem_1():
+def test_staleness_memory_and_links_are_counted_by_hand():
     told = planned(known(), K=4)
     assert told.staleness_mean == [1.5, 1.0, 0.5, 0.0]  # 2(K-1-k)/M
-    assert told.convergence_factor == pytest.approx((1 + (1.5 + 1.0 + 0.5) / 4) / 4)
+    assert told.convergence_factor == pytest.approx((1 + (1.5 + 1.0 + 0.5) / 4) / 4), "Theorem 1"
     assert planned(known(), "gpipe", 4).convergence_factor == 1 / 4
-
-
-def test_memory_counts_graphs_versions_gradients_and_state():
     told = planned(known(4, activation_bytes=100, parameter_bytes=10))
     # Stage 0: 3 graphs of 2 units; weights, gradients, momentum, and one older version with gradients of its own.
     assert told.balance.stage_bytes == [3 * 200 + 5 * 20, 200 + 3 * 20]
-
-
-def test_a_slow_link_costs_what_its_messages_take():
     profile = known(4, act_bytes=8, grad_bytes=8)
     assert planned(profile, bandwidth=0.5).images_per_second == pytest.approx(10 / 16)
     assert planned(profile, seconds_per_byte=0.1).images_per_second == pytest.approx(10 / (6 + 1.6))
@@ -178,20 +168,18 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
         assert (advise([prediction], other)[0] is prediction) == is_recommended
 
 
-@pytest.mark.parametrize(("lead", "is_chosen"), [(1.09, False), (1.11, True)])
-def test_a_pipeline_is_recommended_over_ddp_beyond_a_tenth(lead, is_chosen):
-    told = planned(known(), "adl")
-    other = replace(without(known(), devices=2, machine=Machine()), ddp=told.images_per_second / lead, single=1e-3)
-    choice, why = advise([told], other, unit="sequences")
-    assert (choice is told) == is_chosen
-    assert is_chosen or "sequences/s" in why
-
-
-@pytest.mark.parametrize(("speed", "is_fresh"), [(109.0, True), (112.0, False)])
-def test_more_staleness_is_accepted_for_a_tenth_of_speed(speed, is_fresh):
-    fresh = replace(planned(known()), images_per_second=100.0)
-    stale = replace(fresh, staleness_mean=[1.0, 0.0])
-    assert (best_of([replace(stale, images_per_second=speed), fresh]) is fresh) == is_fresh
+def test_a_tenth_of_speed_outweighs_ddp_and_staleness():
+    told = planned(known())
+    for lead, is_chosen in ((1.09, False), (1.11, True)):
+        other = without(known(), devices=2, machine=Machine())
+        other = replace(other, ddp=told.images_per_second / lead, single=1e-3)
+        choice, why = advise([told], other, unit="sequences")
+        assert (choice is told) == is_chosen
+        assert is_chosen or "sequences/s" in why
+    fresh = replace(told, images_per_second=100.0)
+    for speed, is_fresh in ((109.0, True), (112.0, False)):
+        stale = replace(fresh, staleness_mean=[1.0, 0.0], images_per_second=speed)
+        assert (best_of([stale, fresh]) is fresh) == is_fresh
 
 
 def done(*words):
@@ -224,27 +212,19 @@ def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
     # Each stage holds one graph of its part.
     base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2", "--profile", str(tmp_path / "p.json"))
     facts = json.loads(done(*base, "--json"))
+    assert [file.name for file in tmp_path.iterdir()] == ["p-4.json"], "which is used again"
+    assert json.loads(done(*base, "--json"))["predictions"] == facts["predictions"]
     largest = max(facts["predictions"][0]["balance"]["stage_bytes"])
     assert largest < facts["alternative"]["bytes"]
     between = (largest + facts["alternative"]["bytes"]) // 2
     told = done(*base, "--memory", f"{between / 1e6:.6f}MB")
     shows(told, ["does not fit", "adl-dist train model=resnet8", "method=bp", "partition.num_stages=2"])
-    too_small = done(*base, "--memory", "1kB")
-    shows(too_small, ["not possible: bp, K = 2", "neither a cut nor the whole model fits"])
+    shows(done(*base, "--memory", "1kB"), ["not possible: bp, K = 2", "neither a cut nor the whole model fits"])
     on_one = done(*base, "--devices", "1")
     shows(on_one, ["K = 2: it needs 2 devices, and there are 1; --devices 2 predicts it"])
     assert "bp      2" not in on_one
-
-
-def test_a_measurement_is_used_again_for_the_same_thing_only(tmp_path):
-    def predicted(*extra):
-        words = (*TINY, "--stages", "2", "--methods", "adl", "--json", "--profile", str(tmp_path / "p.json"), *extra)
-        return json.loads(done(*words))["predictions"]
-
-    first = predicted()
-    assert [file.name for file in tmp_path.iterdir()] == ["p-4.json"]
-    assert predicted() == first
-    assert predicted("optimizer=adamw")[0]["balance"]["stage_bytes"] != first[0]["balance"]["stage_bytes"]
+    other = json.loads(done(*base, "--json", "optimizer=adamw"))["predictions"]  # is measured anew
+    assert other[0]["balance"]["stage_bytes"] != facts["predictions"][0]["balance"]["stage_bytes"]
 
 
 def test_the_line_trains_the_very_method_that_was_predicted():

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from adl_dist.checkpoint import layout
+from adl_dist.cli import sweep
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.sweep import command as sweep
-from adl_dist.cli.sweep.request import requested
+from adl_dist.cli.sweep import requested
 from adl_dist.errors import ConfigError
 from tests.support.commands import in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
@@ -51,19 +51,9 @@ def swept(tmp_path_factory):
     return SimpleNamespace(run_dir=run_dir, words=words, before=before, **told)
 
 
-def rows(swept):
-    with (swept.run_dir / "comparison.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_an_interrupted_sweep_leaves_no_process_behind(swept):
-    assert swept.code == 128 + signal.SIGINT
-    assert swept.left == []
+def test_an_interrupted_sweep_is_continued_by_the_same_command(swept):
+    assert (swept.code, swept.left) == (128 + signal.SIGINT, [])
     shows(swept.message, ["interrupted", "the same command resumes"])
-
-
-def test_the_same_command_continues_what_is_left_and_no_more(swept):
     assert swept.again.code == 0, swept.again
     parts = ["4 runs", "2 of them to do", "  bp/k2-seed1: accuracy ", "  wild/k2-seed1: diverged at update", "2/2"]
     shows(swept.again.out, parts)
@@ -81,28 +71,22 @@ def test_a_complete_sweep_writes_the_comparison_and_runs_nothing(swept):
     assert snapshot(swept.run_dir) == before
 
 
-def test_the_table_for_programs_says_what_the_summaries_say(swept):
-    complete = [row for row in rows(swept) if row["status"] == "complete"]
-    names = [(row["label"], row["num_stages"], row["seed"]) for row in complete]
+def test_the_comparison_says_what_the_summaries_say(swept, tmp_path):
+    """And ``adl-dist compare`` the same again; a run that diverges is a result."""
+    with (swept.run_dir / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["complete", "complete", "diverged", "diverged"]
+    names = [(row["label"], row["num_stages"], row["seed"]) for row in rows[:2]]
     assert names == [("bp M=4 optimizer.lr=0.1", "2", seed) for seed in ("0", "1")]
-    for row in complete:
+    for row in rows[:2]:
         summary = json.loads((Path(row["folder"]) / "summary.json").read_text())
         for name in ("validation_accuracy", "validation_loss", "epochs", "updates", "seconds", "samples_per_second"):
             assert float(row[name]) == summary[name], name
         assert float(row["stage0_staleness_mean"]) == summary["stages"][0]["staleness_mean"]
-
-
-def test_a_run_that_diverges_is_a_result(swept):
-    assert [row["status"] for row in rows(swept)] == ["complete", "complete", "diverged", "diverged"]
     where = json.loads((swept.run_dir / "wild/k2-seed1/diverged.json").read_text())
-    log = (swept.run_dir / "wild/k2-seed1" / sweep.LOG).read_text()
-    shows(log, [f"at update {where['update']} (epoch {where['epoch'] + 1})"])
-    assert [row["ended_at_update"] for row in rows(swept)][-1] == str(where["update"])
+    assert rows[-1]["ended_at_update"] == str(where["update"])
     text = (swept.run_dir / "comparison.md").read_text()
     shows(text, ["**2 of 2 diverged**", "adl-dist train --multirun", "seeds 0, 1", "torch"])
-
-
-def test_run_folders_are_compared_as_the_sweep_has_compared_them(swept, tmp_path):
     done = in_process("compare", str(swept.run_dir / "bp"), str(swept.run_dir / "wild"), f"out={tmp_path / 'new'}")
     assert (done.code, done.err) == (0, "")
     for name in ("comparison.csv", "curves.svg", "curves.png"):
@@ -111,30 +95,21 @@ def test_run_folders_are_compared_as_the_sweep_has_compared_them(swept, tmp_path
     assert new == old
 
 
-def test_a_run_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
+def test_runs_that_fail_are_named_and_the_others_run(tmp_path, monkeypatch):
+    words, run_dir = [*SETTINGS, "train.max_updates=1"], tmp_path / "run"
+    assert in_process("train", "seed=2", *words, f"run_dir={run_dir / 'adl-M4/k2-seed2'}").code == 0
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *seed=0*) kill -9 $$;; esac\necho said; exit 3\n')
+    python.write_text('#!/bin/sh\ncase "$*" in *seed=0*) kill -9 $$;; esac\necho adl-dist: error: no luck; exit 3\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    run_dir = tmp_path / "run"
-    outcome = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
+    outcome = in_process("train", "-m", "seed=0,1,2", *words, f"run_dir={run_dir}")
     assert outcome.code == 1, outcome
     log = run_dir / "adl-M4/k2-seed1" / sweep.LOG
-    assert log.read_text() == "said\n"
+    assert log.read_text() == "adl-dist: error: no luck\n"
     shows(outcome.out, ["adl-M4/k2-seed0: failed (killed by SIGKILL; see", f"failed (exit code 3; see {log})"])
-    again = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
-    shows(again.out, ["2 of them to do"])  # the cause may have been fixed
-
-
-def test_the_comparison_says_which_run_failed_and_why(tmp_path, monkeypatch):
-    words, run_dir = [*SETTINGS, "train.max_updates=1"], tmp_path / "run"
-    assert in_process("train", "seed=0", *words, f"run_dir={run_dir / 'adl-M4/k2-seed0'}").code == 0
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 'adl-dist: error: no luck'; exit 2\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    assert in_process("train", "-m", "seed=0,1", *words, f"run_dir={run_dir}").code == 1
     assert "failed: adl-M4/k2-seed1, no luck" in (run_dir / "comparison.md").read_text().splitlines()
+    again = in_process("train", "-m", "seed=0,1,2", *words, f"run_dir={run_dir}")
+    shows(again.out, ["2 of them to do"])  # the cause may have been fixed
 
 
 def row_of(job):

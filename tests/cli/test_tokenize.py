@@ -20,23 +20,16 @@ def files(tmp_path):
     return [str(tmp_path / name) for name in "ab"]
 
 
-def read(folder, name):
-    return open_tokens(folder / name)
-
-
 @pytest.mark.parametrize("level", ["byte", "char"])
 def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
     tokenize([*files, "--out", str(tmp_path / "out"), "--level", level, "--validation", "0.25"])
     vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
     assert vocabulary.size == (256 if level == "byte" else len(set("".join(TEXTS))))
-    train, validation = (
-        vocabulary.decode(read(tmp_path / "out", f"{n}.bin").tolist()) for n in ("train", "validation")
-    )
-    # The end of each file.
-    behind = [len(text) * 3 // 4 for text in TEXTS]
-    assert train == "".join(text[:at] for text, at in zip(TEXTS, behind, strict=True))
-    assert validation == "".join(text[at:] for text, at in zip(TEXTS, behind, strict=True))
-    assert f"{len(read(tmp_path / 'out', 'train.bin')):,} tokens" in capsys.readouterr().out
+    train, validation = (open_tokens(tmp_path / "out" / f"{name}.bin").tolist() for name in ("train", "validation"))
+    behind = [len(text) * 3 // 4 for text in TEXTS]  # the end of each file
+    assert vocabulary.decode(train) == "".join(text[:at] for text, at in zip(TEXTS, behind, strict=True))
+    assert vocabulary.decode(validation) == "".join(text[at:] for text, at in zip(TEXTS, behind, strict=True))
+    assert f"{len(train):,} tokens" in capsys.readouterr().out
 
 
 def test_a_model_for_these_tokens_needs_no_further_sizes(tmp_path, files):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.cli.status import table
+from adl_dist.cli.folders import table
 from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, short_address
 from adl_dist.errors import ConfigError

@@ -13,7 +13,6 @@ from adl_dist.report.runs import read_runs
 from tests.support.commands import in_process, shows
 
 EPOCHS = 3
-ADL_FDG = (("adl", 90), ("fdg", 80))
 
 
 class Runs:
@@ -65,18 +64,11 @@ def test_a_row_has_median_range_seeds_and_difference_to_bp(runs):
     assert rows["adl"] == ["92.00 % (91.00 to 95.00, 3)", "\u22121.00"]
 
 
-def test_without_bp_there_is_no_column_of_it(runs):
-    runs.add("adl", 0.9)
-    runs.add("fdg", 0.8)
-    assert runs.table() == (["method", "K = 2"], {name: [f"{v}.00 % ({v}.00 to {v}.00, 1)"] for name, v in ADL_FDG})
-
-
-def test_equal_runs_count_once(runs):
+def test_equal_runs_count_once_and_without_bp_no_column_is_its(runs):
     """Equal settings of a script do not make equal runs."""
     for value, seed in ((0.9, 0), (0.9, 0), (0.9, 1), (0.7, 1)):
         runs.add("adl", value, seed=seed)
-    text = compare(runs.made)
-    shows(text, ["3 runs, seeds 0, 1", "90.00 % (70.00 to 90.00, 3)"])
+    shows(compare(runs.made), ["3 runs, seeds 0, 1", "90.00 % (70.00 to 90.00, 3)", "| method | K = 2 "])
 
 
 def test_bp_comes_first_and_others_are_compared_with_their_m(runs):
@@ -87,7 +79,8 @@ def test_bp_comes_first_and_others_are_compared_with_their_m(runs):
     assert [(label, row[1]) for label, row in rows.items()] == list(differences.items())
 
 
-def test_settings_that_follow_from_a_class_are_in_no_label(runs):
+def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
+    """But not by what follows from a class."""
     sgd, adam = {"name": "SGD", "lr": 0.1, "momentum": 0.9}, {"name": "Adam", "lr": 0.003, "eps": 1e-8}
     for optimizer, every in ((sgd, None), (sgd | {"lr": 0.2}, None), (adam, None), (adam, 40)):
         runs.add("adl", 0.9, optimizer=optimizer, checkpoint_every_updates=every)
@@ -95,6 +88,12 @@ def test_settings_that_follow_from_a_class_are_in_no_label(runs):
     of_sgd, of_adam = "optimizer.lr={} optimizer.name=SGD", "optimizer.lr=0.003 optimizer.name=Adam"
     labels = [of_sgd.format(0.1), of_sgd.format(0.2), of_adam, f"checkpoint_every_updates=40 {of_adam}"]
     assert [*rows] == [f"adl {label}" for label in labels]
+
+
+def test_options_of_the_method_are_in_a_label_unless_usual(runs):
+    for weights in ("stash", "latest"):
+        runs.add("adl", 0.5, M=4, settings={"weights": weights})
+    assert list(runs.table()[1]) == ["adl M=4", "adl M=4 weights=latest"]
 
 
 def test_runs_that_diverged_are_counted_but_not_in_the_median(runs):
@@ -139,14 +138,6 @@ def test_the_table_for_programs_has_best_loss_and_most_memory(runs):
         (row,) = csv.DictReader(file)
     assert (row["best_validation_loss"], row["best_validation_accuracy"]) == ("1.25", "")
     assert (row["peak_memory_bytes"], row["peak_tensor_bytes"]) == ("9", "8")
-
-
-def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
-    runs.add("bp", 0.5, M=4, model={"width": 8})
-    runs.add("adl", 0.5, M=4, model={"width": 8}, settings={"weights": "stash"})
-    runs.add("adl", 0.5, M=4, model={"width": 16}, settings={"weights": "latest"})
-    expected = ["bp M=4 model.width=8", "adl M=4 model.width=8", "adl M=4 weights=latest model.width=16"]
-    assert list(runs.table()[1]) == expected
 
 
 def test_a_run_is_compared_with_bp_of_its_own_model(runs):

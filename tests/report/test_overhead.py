@@ -7,7 +7,7 @@ import yaml
 
 import adl_dist
 from adl_dist.report.overhead import goals, rows
-from adl_dist.report.runs import read_run, read_runs
+from adl_dist.report.runs import Run, read_runs
 from tests.support.commands import in_process, shows
 
 
@@ -31,7 +31,7 @@ def made(folder, losses, *, updates, every=10, samples=64, name="validation", me
 
 def reached(run, reference):
     """Of each goal the loss, and updates, samples and seconds of the run."""
-    return [(goal.loss, goal.run and tuple(goal.run)) for goal in goals(read_run(run), read_run(reference))]
+    return [(goal.loss, goal.run and tuple(goal.run)) for goal in goals(Run(run), Run(reference))]
 
 
 def test_a_slower_run_needs_more_and_may_never_get_there(tmp_path):
@@ -39,7 +39,7 @@ def test_a_slower_run_needs_more_and_may_never_get_there(tmp_path):
     run = made(tmp_path / "b", [4.0, 3.5, 3.0, 2.5, 2.0, 1.5], updates=60)
     expected = [(4.0, (10, 640, 5.0)), (3.0, (30, 1920, 15.0)), (2.0, (50, 3200, 25.0)), (1.0, None)]
     assert reached(run, reference) == expected
-    ratios = [goal.ratio for goal in goals(read_run(run), read_run(reference))]
+    ratios = [goal.ratio for goal in goals(Run(run), Run(reference))]
     assert ratios == [1.0, 1.5, pytest.approx(5 / 3), None]
 
 
@@ -49,14 +49,14 @@ def test_between_two_validations_a_loss_is_reached_in_proportion(tmp_path):
     # From 5 at update 10 to 1 at 20: 4, 3 and 2 after a fourth, half and three fourths of the way.
     expected = [(4.0, (12.5, 400, 6.25)), (3.0, (15, 480, 7.5)), (2.0, (17.5, 560, 8.75)), (1.0, (20, 640, 10.0))]
     assert reached(run, reference) == expected
-    assert [goal.ratio for goal in goals(read_run(run), read_run(reference))] == [0.625, 0.375, 560 / 1920, 0.25]
+    assert [goal.ratio for goal in goals(Run(run), Run(reference))] == [0.625, 0.375, 560 / 1920, 0.25]
 
 
 def test_a_reference_whose_loss_rises_again_sets_its_lowest(tmp_path):
     reference = made(tmp_path / "a", [4.0, 2.0, 3.0, 2.5], updates=40)
-    assert [goal.loss for goal in goals(*[read_run(reference)] * 2)] == [4.0, 2.0, 2.0, 2.0]
-    assert [goal.ratio for goal in goals(*[read_run(reference)] * 2)] == [1.0] * 4
-    assert goals(*[read_run(reference)] * 2)[3].reference == (20, 1280, 10.0)
+    assert [goal.loss for goal in goals(*[Run(reference)] * 2)] == [4.0, 2.0, 2.0, 2.0]
+    assert [goal.ratio for goal in goals(*[Run(reference)] * 2)] == [1.0] * 4
+    assert goals(*[Run(reference)] * 2)[3].reference == (20, 1280, 10.0)
 
 
 def test_without_validations_the_mean_of_a_window_counts(tmp_path):

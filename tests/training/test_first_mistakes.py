@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import adl_dist
 from adl_dist.checkpoint.run_dir import log_to
 from adl_dist.errors import CallbackError, ConfigError, DataError
-from adl_dist.report.loggers import tag_of
+from adl_dist.report.recorder import tag_of
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net

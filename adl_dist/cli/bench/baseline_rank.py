@@ -21,7 +21,6 @@ from adl_dist.baselines.pipelining import ONE_STAGE, SEVERAL_STAGES, stages_of, 
 from adl_dist.cli.bench.entries import COMPRESSIONS, REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.config.reading import chosen_sizes, device_loader, read_units
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.data.loader import epoch_order
 from adl_dist.distributed.affinity import bound_to, cores_here, own_cores, tune_malloc
@@ -63,8 +62,8 @@ def run(
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
         model = in_dtype(instantiate.build_model(config), dtype)
         if kind in PIPELINES:
-            chain = read_units(config, model, keeps="as torch's pipelines do not sum gradients over stages")
-            sizes = chosen_sizes(chain, num_stages, config.partition.balance)
+            chain = instantiate.read_units(config, model, keeps="as torch's pipelines do not sum gradients over stages")
+            sizes = instantiate.chosen_sizes(chain, num_stages, config.partition.balance)
             own = stages_of(kind, rank, size, num_stages)
             model = nn.ModuleList(chain.stages(model, chain.plan(sizes), sizes, own))
         model = model.to(device)
@@ -135,7 +134,7 @@ def rank_batches(
     elif kind in REPLICAS:
         batch_size = samples // size
         train, shuffle = share_of_epoch(kind, rank, size, config, train, epoch=0)
-    loader = device_loader(config, device, shuffle=shuffle, dataset=train)
+    loader = instantiate.device_loader(config, device, shuffle=shuffle, dataset=train)
     batches = loader.batches(0, [batch_size] * (len(train) // batch_size))
     return cast(Iterator[tuple[Tensor, Tensor]], batches)  # anything else was refused by the survey
 

@@ -7,51 +7,81 @@ import math
 import platform
 import shlex
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy
 import torch
+from matplotlib.figure import Figure
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
-from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, check_fair, entries, survey
-from adl_dist.cli.bench.report import Row, draw, report, rows
+from adl_dist.cli.bench.entries import (
+    BASELINE,
+    DEFAULT,
+    NAMES,
+    OF_TORCH,
+    Entry,
+    ModelSurvey,
+    check_fair,
+    entries,
+    survey,
+)
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import Parser, compose_run
-from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.config.compose import Parser, compose_run, number
 from adl_dist.cli.subprocesses import apart
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import ConfigError, Exit
+from adl_dist.report.curves import COLOURS, STYLE, save_figure
 from adl_dist.report.files import write_atomically
+from adl_dist.report.tables import counted, text_table
 
 FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
 FEWEST = 5  # measured updates of a run
 SECONDS_TO_START = 300.0  # the longest that a run may take to start
 DAY = 86400.0
 TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is ended
+# Of the table: heads, and for all but the first four the value of a row, which is unknown if its key is missing.
+HEAD = {"contender": "contender", "K": "num_processes", "M": "accumulation_steps", "threads": "threads"}
+CELLS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "images/s": ("median", "{:,.1f}".format),
+    "least .. most": ("range", lambda ends: "{:,.1f} .. {:,.1f}".format(*ends)),
+    "ratio": ("ratio_to_baseline", "{:.2f}".format),
+    "predicted": ("predicted_images_per_second", "{:,.1f}".format),
+    "measured/predicted": ("measured_to_predicted", "{:.2f}".format),
+    "peak memory (MiB)": ("peak_memory_bytes", lambda sizes: " ".join(f"{each / 2**20:,.0f}" for each in sizes)),
+    "busy": ("busy_share", lambda shares: " ".join(f"{share:.0%}" for share in shares)),
+    "kB/image": ("bytes_per_image_computed", lambda num: f"{num / 1e3:,.1f}"),
+}
+BAR_INCHES, WIDTH_INCHES = 0.27, 6.5
+
+Row = dict[str, Any]  # plain values, as bench.json has them; what is unknown is missing
 
 
 def bench(argv: list[str]) -> None:
     """Measure all entries in turn, and write their table to a folder."""
+    if launched_world_size() is not None:
+        raise ConfigError("adl-dist bench starts its own processes; start it without torchrun")
     flags = _flags(argv)
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
     config.runtime.threads = config.runtime.threads or default_threads(config.partition.num_stages)  # K is of processes
-    _check(flags, config)
+    check_fair(config, command="adl-dist bench")
     instantiate.check_targets(config)
     check_device(config.runtime.device)
     able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup)
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-    is_named = any(word.lstrip("+").startswith("run_dir=") for word in flags.overrides)
-    out = flags.out or (Path(str(config.run_dir)) if is_named else None)  # bench keeps no other run folder
-    out = out or Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    named = config.run_dir if any(word.lstrip("+").startswith("run_dir=") for word in flags.overrides) else None
+    unnamed = f"runs/bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = Path(flags.out or named or unnamed)  # bench keeps no other run folder
     if (out / FACTS).exists():
         raise ConfigError(f"{out} already holds a {FACTS}, which would be overwritten; choose another folder")
     setting = BenchConfig(
@@ -64,14 +94,25 @@ def bench(argv: list[str]) -> None:
     )
     make_folder(out)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
-    facts = {"command": shlex.join(["adl-dist", "bench", *argv]), **_made_with(setting)}
-    facts |= {"order": [entry.name for entry in able], "left_out": left_out}
+    facts = {
+        "command": shlex.join(["adl-dist", "bench", *argv]),
+        "config": config.plain,
+        "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
+        "granularity": setting.survey.granularity,
+        "threads": config.threads,
+        "pinned": setting.pinned,
+        **circumstances(has_gpus=config.runtime.device == "cuda"),
+        "order": [entry.name for entry in able],
+        "left_out": left_out,
+    }
     code, runs, table = 0, list[Measured](), list[Row]()
     try:
         for run in measure_all(able, setting, flags):
             runs.append(run)
             table = rows(able, runs, setting.survey)
-            _write(out / FACTS, facts, runs, table)
+            content = {**facts, "runs": [run.as_json() for run in runs], "table": table}
+            with write_atomically(out / FACTS) as unfinished:
+                unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n")
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the table shows what was measured until then\n")
         code = 130
@@ -80,12 +121,6 @@ def bench(argv: list[str]) -> None:
     sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
     raise Exit(code or (1 if all("error" in row for row in table) else 0))
-
-
-def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: list[Row]) -> None:
-    with write_atomically(path) as unfinished:
-        text = json.dumps({**facts, "runs": [run.as_json() for run in runs], "table": table}, indent=1, default=str)
-        unfinished.write_text(text + "\n")
 
 
 def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:
@@ -117,33 +152,19 @@ def _flags(argv: list[str]) -> argparse.Namespace:
         epilog="example: adl-dist bench model=resnet18 data=synthetic partition.num_stages=2 partition.balance=auto",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add, whole, seconds = parser.add_argument, number(int, 1), number(float, 0.001)
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, K, M, batch size, cut")
     add("--contenders", default=",".join(DEFAULT), metavar="NAME,NAME", help=f"among {', '.join(NAMES)}")
-    add("--repetitions", type=int, default=3, metavar="N", help="runs of each contender; default: 3")
-    add("--seconds", type=float, default=20.0, metavar="S", help="training time of a run, about; default: 20")
-    add("--updates", type=int, metavar="N", help="measured updates of a run, instead of --seconds")
-    add("--warmup", type=int, default=3, metavar="N", help="updates that do not count, at least; default: 3")
+    add("--repetitions", type=whole, default=3, metavar="N", help="runs of each contender; default: 3")
+    add("--seconds", type=seconds, default=20.0, metavar="S", help="training time of a run, about; default: 20")
+    add("--updates", type=whole, metavar="N", help="measured updates of a run, instead of --seconds")
+    add("--warmup", type=whole, default=3, metavar="N", help="updates that do not count, at least; default: 3")
     wait = "a run that takes longer is ended and has failed; default: far more than --seconds, with --updates a day"
-    add("--timeout", type=float, metavar="S", help=wait)
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="for bench.json, bench.svg, logs/; default: run_dir=, else runs/bench-...",
-    )
+    add("--timeout", type=seconds, metavar="S", help=wait)
+    out = "for bench.json, bench.svg, logs/; default: run_dir=, else runs/bench-..."
+    add("--out", type=Path, metavar="FOLDER", help=out)
     add("--no-pinning", action="store_true", help="do not bind processes to cores")
     return parser.parse_intermixed_args(argv)
-
-
-def _check(flags: argparse.Namespace, config: RunConfig) -> None:
-    """Check flags and settings before anything is measured."""
-    if launched_world_size() is not None:
-        raise ConfigError("adl-dist bench starts its own processes; start it without torchrun")
-    for name in ("repetitions", "updates", "warmup", "seconds", "timeout"):
-        if (number := getattr(flags, name)) is not None and not 0 < number < math.inf:
-            raise ConfigError(f"--{name} {number} must be above 0")
-    check_fair(config, command="adl-dist bench")
 
 
 def circumstances(*, has_gpus: bool) -> dict[str, Any]:
@@ -165,17 +186,6 @@ def circumstances(*, has_gpus: bool) -> dict[str, Any]:
     }
 
 
-def _made_with(setting: BenchConfig) -> dict[str, Any]:
-    return {
-        "config": setting.config.plain,
-        "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
-        "granularity": setting.survey.granularity,
-        "threads": setting.config.threads,
-        "pinned": setting.pinned,
-        **circumstances(has_gpus=setting.config.runtime.device == "cuda"),
-    }
-
-
 def _head(setting: BenchConfig) -> str:
     config, model = setting.config, setting.survey
     units = "; ".join(" ".join(map(str, cut.sizes)) for cut in model.cuts.values())
@@ -185,3 +195,100 @@ def _head(setting: BenchConfig) -> str:
         f"units per stage {units} ({model.granularity}), {config.dtype}, "
         f"{config.runtime.device}, {num_cores()} cores, torch {torch.__version__}"
     )
+
+
+def rows(able: Sequence[Entry], runs: Sequence[Measured], survey: ModelSurvey) -> list[Row]:
+    """Return one row for each entry, in their order."""
+    table = [_row(entry, [run for run in runs if run.contender == entry.name], survey) for entry in able]
+    reference = baseline(table)
+    for row in table:
+        if reference is not None and "median" in row:
+            row["ratio_to_baseline"] = row["median"] / reference["median"]
+    return table
+
+
+def _row(entry: Entry, runs: Sequence[Measured], survey: ModelSurvey) -> Row:
+    done = [run for run in runs if run.error is None]
+    speeds, shares = [run.images_per_second for run in done], [run.busy_share for run in done if run.busy_share]
+    predicted = survey.predicted.get(entry.name)
+    row = {
+        "contender": entry.name,
+        "num_processes": entry.num_processes,
+        "accumulation_steps": entry.method.micro_batches_per_update,
+        "threads": entry.threads,
+        "samples_per_update": entry.samples,
+        "warmup_updates": entry.warmup,
+        "method": entry.method.settings if entry.kind == "ours" else None,
+        "images_per_second": speeds,
+        "bytes_per_image_computed": survey.bytes_per_image(entry),
+        "predicted_images_per_second": predicted,
+        "busy_share": [statistics.median(stage) for stage in zip(*shares, strict=True)] or None,
+        "error": next((run.error for run in runs if run.error is not None), None),
+    }
+    if speeds:
+        median = statistics.median(speeds)
+        row |= {"median": median, "least": min(speeds), "most": max(speeds)}
+        row["measured_to_predicted"] = median / predicted if predicted else None
+        row["peak_memory_bytes"] = [max(each) for each in zip(*(run.peak_memory_bytes for run in done), strict=True)]
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def baseline(table: Sequence[Row]) -> Row | None:
+    """Return the faster row of plain backpropagation, or None without one."""
+    known = [row for row in table if row["contender"] in BASELINE and "median" in row]
+    return max(known, key=lambda row: row["median"], default=None)
+
+
+def report(table: Sequence[Row], left_out: Mapping[str, str]) -> str:
+    """Return the table for people; docs/bench.md explains its columns."""
+    shown: list[list[object]] = [[*HEAD, *CELLS]]
+    for row in table:
+        cells = ["failed" if "error" in row else "not run", *[""] * (len(CELLS) - 1)]
+        if "median" in row:
+            known = {**row, "range": (row["least"], row["most"])}
+            cells = [form(known[name]) if name in known else "-" for name, form in CELLS.values()]
+        shown.append([*(row[name] for name in HEAD.values()), *cells])
+    lines, reference = [*text_table(shown), ""], baseline(table)
+    if reference is None:
+        lines.append(f"ratio: there is none, for neither {' nor '.join(BASELINE)} was measured")
+    else:
+        threads = counted(reference["threads"], "thread")
+        lines.append(
+            f"ratio: of medians, to {reference['contender']}, the faster of {' and '.join(BASELINE)} as far as both "
+            f"were measured: one process, {threads}"
+        )
+    lines += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
+    lines += [f"failed: {row['contender']}: {row['error']}" for row in table if "error" in row]
+    return "\n".join(lines)
+
+
+def draw(path: Path, table: Sequence[Row], *, title: str) -> None:
+    """Draw the median of each measured row, with the range as a whisker."""
+    measured = [row for row in table if "median" in row]
+    if not measured:
+        return
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_INCHES, BAR_INCHES * len(measured) + 1.2), layout="constrained")
+        axes = figure.subplots()
+        groups = ["torch" if row["contender"] in OF_TORCH else "adl_dist" for row in measured]
+        axes.barh(
+            range(len(measured)),
+            [row["median"] for row in measured],
+            xerr=[
+                [row["median"] - row["least"] for row in measured],
+                [row["most"] - row["median"] for row in measured],
+            ],
+            color=[COLOURS[group == "adl_dist"] for group in groups],
+            height=0.7,
+            label=["" if group in groups[:i] else group for i, group in enumerate(groups)],
+            error_kw={"ecolor": "#333333", "elinewidth": 1.0, "capsize": 2.0},
+        )
+        if (reference := baseline(table)) is not None:
+            axes.axvline(reference["median"], color="#333333", linestyle="--", linewidth=1.0, label="reference")
+        axes.set_yticks(range(len(measured)), [row["contender"] for row in measured])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("images/s, median (least to most)")
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.legend(frameon=False, fontsize="small")
+    save_figure(figure, path)

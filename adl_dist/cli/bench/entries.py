@@ -1,53 +1,39 @@
 """The contenders of a bench, and the survey of their model."""
 
 import contextlib
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import compress
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
+from adl_dist.batch import tensors_of
+from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import method_named
-from adl_dist.cli.config.reading import chosen_sizes
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.arguments import described
+from adl_dist.cli.plan.command import described_links
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
-from adl_dist.links import LINKS, text_of_links
-from adl_dist.partition import Machine
+from adl_dist.links import LINKS
+from adl_dist.partition import Chain, Machine
 from adl_dist.partition.cut import begins_of
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage.loss import SumCountLoss
-from adl_dist.training.trial.trial import Trial
+from adl_dist.training.trial.stage_run import recorded_crossings
 from adl_dist.transport.spec import TensorSpec
 
-Kind = Literal[
-    "loop",
-    "ddp",
-    "ddp-bf16",
-    "ddp-powersgd",
-    "diloco",
-    "gpipe",
-    "1f1b",
-    "zb",
-    "interleaved",
-    "interleaved-zb",
-    "zbv",
-    "ours",
-]
-
+# The program that runs it: "loop", "ours", one of COMPRESSIONS, "diloco", or one of torch's pipelines.
+Kind: TypeAlias = str
 COMPRESSIONS: Mapping[Kind, Compression] = {"ddp": "none", "ddp-bf16": "bf16", "ddp-powersgd": "powersgd"}
 REPLICAS: Sequence[Kind] = (*COMPRESSIONS, "diloco")  # each process has the whole model, and 1/K of each batch
-
-SHARED_KINDS: Sequence[Kind] = ("interleaved", "interleaved-zb", "zbv")
-
+SHARED_KINDS: Sequence[Kind] = ("interleaved", "interleaved-zb", "zbv")  # several stages in each process
 BASELINE = ("torch-bp", "torch-bp-whole")  # every ratio is to the faster of the two
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
 PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
@@ -94,16 +80,10 @@ class Entry:
         return self.num_stages > 1
 
 
-def entries(
-    names: Sequence[str], config: RunConfig, *, warmup: int, spreads: bool = False
-) -> tuple[list[Entry], dict[str, str]]:
+def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[list[Entry], dict[str, str]]:
     """Return the entries that can run, and the reasons against the others.
 
-    Each makes at least ``warmup`` updates before the measured ones. ``spreads``: a prefix may place ranks on other
-    machines, whose GPUs are not known here.
-
-    Raises:
-        ConfigError: If a name is unknown.
+    Each makes at least ``warmup`` updates before the measured ones. ConfigError if a name is unknown.
     """
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
@@ -111,7 +91,7 @@ def entries(
     for name in dict.fromkeys(names):
         try:
             if name in OF_TORCH:
-                able.append(_torch_entry(name, config, warmup, spreads=spreads))
+                able.append(_torch_entry(name, config, warmup))
             else:
                 method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
                 method = replace(method, delay="minimal") if name.endswith(MINIMAL) else method
@@ -121,30 +101,18 @@ def entries(
     return able, left_out
 
 
-def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) -> Entry:
+def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     K, M = config.partition.num_stages, config.method.micro_batches_per_update
     kind = OF_TORCH[name]
     v = 1 if kind not in SHARED_KINDS else 2 if kind == "zbv" else config.method.stages_per_process
     samples = config.train.batch_size // M * M
-    is_gpu, is_plain, on_all_cores = config.runtime.device == "cuda", name.endswith(PLAIN), name in ON_ALL_CORES
-    num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind not in ("loop", *REPLICAS)
+    uneven = f"the {samples} samples of an update cannot be shared evenly by {K} replicas"
+    too_few = f"torch's schedule needs at least as many micro-batches (M = {M}) as stages (K = {K})"
     for is_wrong, why in (
-        (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
-        (
-            is_plain and config.runtime.channels_last is False,
-            f"runtime.channels_last=false, so it would be {name.removesuffix(PLAIN)} again",
-        ),
-        (
-            kind in REPLICAS and samples % K,
-            f"the {samples} samples of an update cannot be shared evenly by {K} replicas",
-        ),
-        (
-            kind in ("1f1b", "zb") and M < K,
-            f"torch's schedule needs at least as many micro-batches (M = {M}) as stages (K = {K})",
-        ),
+        (kind in REPLICAS and samples % K, uneven),
+        (kind in ("1f1b", "zb") and M < K, too_few),
         (kind in SHARED_KINDS and v == 1, "needs method.stages_per_process of at least 2, or it would be torch-1f1b"),
-        (needs_gpus and num_gpus < K and not spreads, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
     ):
         if is_wrong:
             raise ConfigError(why)
@@ -160,23 +128,17 @@ def _torch_entry(name: str, config: RunConfig, warmup: int, *, spreads: bool) ->
         kind=kind,
         num_processes=1 if kind == "loop" else K,
         num_stages=1 if kind in ("loop", *REPLICAS) else K * v,
-        threads=num_cores() if on_all_cores else config.threads,
+        threads=num_cores() if name in ON_ALL_CORES else config.threads,
         method=method,
         samples=samples,
         warmup=max(warmup, begin) if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
-        settings=("runtime.channels_last=false",) if is_plain else (),
+        settings=("runtime.channels_last=false",) if name.endswith(PLAIN) else (),
         inner_updates=inner,
     )
 
 
 def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
-    """Return ``method`` as an entry with the configured K and batch.
-
-    Backpropagation has one stage.
-
-    Raises:
-        ConfigError: If it cannot be cut into so many stages.
-    """
+    """Return ``method`` as an entry with the configured K and batch; backpropagation has one stage."""
     K = 1 if method.name == "bp" else config.partition.num_stages
     pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
     M = method.micro_batches_per_update
@@ -226,6 +188,15 @@ class Cut:
     act_bytes: list[int]  # per sample, downstream, over each border between stages
     grad_bytes: list[int]  # per sample, upstream
 
+    @classmethod
+    def of(cls, chain: Chain, sizes: list[int]) -> "Cut":
+        """Count the bytes that cross a cut; PartitionError if the model cannot be cut there."""
+        mode = chain.plan(sizes).modes[True]
+        crossing = [recorded_crossings(mode, edge)[0] for edge in range(len(sizes) - 1)]
+        act_bytes = [[act.nbytes // one.size for act in one.acts] for one in crossing]
+        grad_bytes = [sum(compress(acts, one.needs_grad)) for acts, one in zip(act_bytes, crossing, strict=True)]
+        return cls(sizes=sizes, begins=begins_of(chain, sizes), act_bytes=[*map(sum, act_bytes)], grad_bytes=grad_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSurvey:
@@ -243,7 +214,7 @@ class ModelSurvey:
 
         A ring of replicas moves 2 (K-1)/K of the averaged bytes from each of K processes, in DiLoCo after H updates.
         """
-        K, spec, target_bytes = entry.num_processes, entry.method.spec, sample_bytes(self.target)
+        K, spec, target_bytes = entry.num_processes, entry.method.spec, _sample_bytes(self.target)
         if K == 1:
             return 0.0
         if entry.kind in REPLICAS:
@@ -260,64 +231,42 @@ class ModelSurvey:
 
 
 def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -> ModelSurvey:
-    """Find the cuts, run each stage once, and optionally predict the speeds.
+    """Find the cuts, and optionally predict the speeds.
 
     Raises:
         ConfigError, DataError, PartitionError: If the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, threads=config.threads)
-    for is_so, what in (
-        (not all(isinstance(batch, Tensor) for batch in profiler.samples.one), "inputs or targets of several tensors"),
+    one = profiler.samples.one
+    for is_so, described in (
+        (not all(isinstance(batch, Tensor) for batch in one), "inputs or targets of several tensors"),
         (profiler.samples.varies, "a collate_fn, by which lengths may change"),
-        (profiler.reads_stream, "an iterable dataset"),
+        (profiler.loader is not None and profiler.loader.stream is not None, "an iterable dataset"),
         (isinstance(profiler.spec.loss_fn, SumCountLoss), "a loss that returns (sum, count)"),
     ):
         if is_so:
             raise ConfigError(
                 "bench runs plain torch and torch's own pipelines, too, which take tensors of one shape, a dataset "
-                f"with indices and a loss that is a mean; here is {what}: use adl-dist plan and adl-dist train"
+                f"with indices and a loss that is a mean; here is {described}: use adl-dist plan and adl-dist train"
             )
     sizes: dict[int, list[int] | None] = {}
-    for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
-        of_cut = balance if num == K else "flops"
+    for num in {K, *(entry.num_stages for entry in able)} - {1}:
         # For a measured cut this only checks that the model has enough units.
-        sizes[num] = chosen_sizes(profiler.chain, num, of_cut) if num > 1 else [1]
-        if num > 1 and balance == "auto":
-            sizes[num] = None
+        known = instantiate.chosen_sizes(profiler.chain, num, balance if num == K else "flops")
+        sizes[num] = None if balance == "auto" else known
     found, predicted = {num: given for num, given in sizes.items() if given is not None}, dict[str, float]()
     if predicts or len(found) < len(sizes):  # else nothing has to be measured
         found, predicted = predict_speeds(config, able if predicts else [], profiler, sizes)
-    cuts, agreed = {}, None
-    for num, of_cut in found.items():
-        spec = replace(profiler.spec, pipeline=_pipeline(config, num))
-        trial = Trial(profiler.model, spec, profiler.samples, profiler.device)
-        agreed = trial.run(profiler.chain, of_cut) if num > 1 else trial.run()
-        crossing = [agreed.acts[k] for k in range(1, num)]
-        cuts[num] = Cut(
-            sizes=of_cut,
-            begins=begins_of(profiler.chain, of_cut) if num > 1 else [],
-            act_bytes=[sum(map(sample_bytes, specs.training)) for specs in crossing],
-            grad_bytes=[sum(map(sample_bytes, specs.of_gradients().training)) for specs in crossing],
-        )
-    assert agreed is not None
+    whole = Cut(sizes=[1], begins=[], act_bytes=[], grad_bytes=[])
     return ModelSurvey(
-        cuts=cuts,
+        cuts={num: Cut.of(profiler.chain, of_cut) for num, of_cut in found.items()} or {1: whole},
         granularity=profiler.granularity,
         channels_last=bool(profiler.spec.precision.channels_last),
-        target=agreed.targets[0],
+        target=TensorSpec.of(tensors_of(one[1])[0]),
         exchanged_bytes={each: exchanged_bytes(profiler.model, each) for each in COMPRESSIONS.values()},
         predicted=predicted,
     )
-
-
-def _pipeline(config: RunConfig, num_stages: int) -> Pipeline:
-    """Return the pipeline of a cut, configured or with stages per process."""
-    method, K = config.method, config.partition.num_stages
-    if num_stages == K:
-        return Pipeline(method, K)
-    M, v = method.micro_batches_per_update, num_stages // K
-    return Pipeline(Method(name="interleaved", accumulation_steps=M, stages_per_process=v), num_stages)
 
 
 def predict_speeds(
@@ -328,26 +277,31 @@ def predict_speeds(
     Without ``sizes`` the cut is the best one of the configured method.
     """
     method, K, batch = config.method, config.partition.num_stages, config.train.batch_size
-    M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
+    steps = [method.micro_batches_per_update, *(entry.method.micro_batches_per_update for entry in able)]
     machine = Machine(speeds=config.partition.device_speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
-    links = described(text_of_links(config.partition.links))  # the cut is for these, speeds are as measured
+    links = described_links(config)  # the cut is for these, speeds are as measured
     over = machine if links is None else replace(machine, **links.for_stages(K, LINKS).figures)
-    predicted: dict[str, float] = {}
-    with profiler.with_load(profiler.num_others(K), batch // M):
-        found = {
-            num: given or list(best_cut(profile(M), _pipeline(config, num), machine=_for_stages(over, K, num)).sizes)
-            for num, given in sizes.items()
-        }
-        for entry in able:
-            if entry.kind not in ("ours", *METHODS) or entry.settings:
-                continue
-            # Heads of local losses are not measured; one stage may also be what is not a chain of units.
-            with contextlib.suppress(ConfigError, PartitionError):
-                cut = found[entry.num_stages] if entry.is_cut else [len(profiler.chain.units)]
-                pipeline = Pipeline(entry.method, entry.num_stages)
-                costs, devices = profile(pipeline.micro_batches_per_update), _for_stages(machine, K, entry.num_stages)
-                prediction = predict(costs, pipeline, machine=devices, sizes=cut)
-                predicted[entry.name] = prediction.images_per_second
+    with profiler.profiles([batch // M for M in steps], profiler.num_others(K)) as profiles:
+        pass
+    found, predicted = dict[int, list[int]](), dict[str, float]()
+    for num, given in sizes.items():
+        pipeline = Pipeline(method, K)
+        if num > K:
+            M, v = method.micro_batches_per_update, num // K
+            pipeline = Pipeline(Method(name="interleaved", accumulation_steps=M, stages_per_process=v), num)
+        profile = profiles[batch // method.micro_batches_per_update]
+        found[num] = given or list(best_cut(profile, pipeline, machine=_for_stages(over, K, num)).sizes)
+    for entry in able:
+        if entry.kind not in ("ours", *METHODS) or entry.settings:
+            continue
+        with contextlib.suppress(ConfigError, PartitionError):  # heads of local losses are not measured
+            cut = found[entry.num_stages] if entry.is_cut else [len(profiler.chain.units)]
+            profile, pipeline = (
+                profiles[batch // entry.method.micro_batches_per_update],
+                Pipeline(entry.method, len(cut)),
+            )
+            prediction = predict(profile, pipeline, machine=_for_stages(machine, K, len(cut)), sizes=cut)
+            predicted[entry.name] = prediction.images_per_second
     return found, predicted
 
 
@@ -360,6 +314,5 @@ def _for_stages(machine: Machine, K: int, num_stages: int) -> Machine:
     return replace(machine, speeds=speeds, bandwidth=bandwidth, latency=latency)
 
 
-def sample_bytes(spec: TensorSpec) -> int:
-    """Return the bytes of one sample."""
+def _sample_bytes(spec: TensorSpec) -> int:
     return spec.empty(1, torch.device("meta")).nbytes

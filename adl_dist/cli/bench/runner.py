@@ -74,23 +74,19 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
     measured = Measured(contender=entry.name, repetition=repetition, num_updates=num_updates)
     argv, survey = train_argv(entry, bench, num_updates), bench.survey
     with tempfile.TemporaryDirectory(prefix="adl-dist-bench-") as name:
-        folder, is_ours = Path(name), entry.kind == "ours"
-        run_dir, task_file = folder / "run", folder / "task.json"
-        if is_ours:
-            quoted = str(run_dir).replace("'", "\\'")
+        folder, task_file = Path(name), Path(name) / "task.json"
+        if entry.kind == "ours":
+            quoted = str(folder / "run").replace("'", "\\'")
             command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
         else:
-            task = {
-                "kind": entry.kind,
-                "argv": argv,
-                "inner_updates": entry.inner_updates and cycle_of(entry.inner_updates),
-            }
-            task_file.write_text(json.dumps({**task, "target": survey.target.to_json()}))
+            inner = entry.inner_updates and cycle_of(entry.inner_updates)
+            task = {"kind": entry.kind, "argv": argv, "inner_updates": inner, "target": survey.target.to_json()}
+            task_file.write_text(json.dumps(task))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
         ranks = _ranks(command, entry, bench, bench.log_folder / f"{entry.name}-{repetition}")
         try:
             run_together(ranks, timeout_seconds=bench.timeout_seconds)
-            result = _read_our_run(run_dir) if is_ours else _read_ranks(folder, entry.num_processes)
+            result = _read(folder, entry.num_processes)
             seconds = max(seconds_of(entry, ends) for ends in result.pop("ends"))
         except ChildFailed as failed:
             return replace(measured, error=str(failed))
@@ -110,11 +106,8 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
         argv += [balance_word(survey.cuts[entry.num_stages].begins)]
     argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
     argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.pinned).lower()}"]
-    argv += [
-        "runtime.trace=false",
-        "runtime.profile_memory=false",
-        "runtime.tensorboard=false",
-    ]  # they slow only our runs
+    slow = "trace", "profile_memory", "tensorboard"  # only our runs
+    argv += [f"runtime.{name}=false" for name in slow]
     argv += ["runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
     # As a node, not as data._target_=, which would start from an empty one and lose the user's keys.
     argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}", f"data.bench_target={node['_target_']}"]
@@ -160,7 +153,11 @@ def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:
     return (ends[-1] - ends[warmup - 1]) / (len(ends) - warmup)
 
 
-def _read_our_run(run_dir: Path) -> dict[str, Any]:
+def _read(folder: Path, num_ranks: int) -> dict[str, Any]:
+    """Return the ends of updates, in seconds, the peaks of memory and busy shares of a run."""
+    if not (run_dir := folder / "run").exists():
+        results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+        return {name: [result[name] for result in results] for name in ("ends", "peak_memory_bytes")}
     summary = json.loads((run_dir / SUMMARY).read_text())
     records = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
     return {
@@ -168,11 +165,6 @@ def _read_our_run(run_dir: Path) -> dict[str, Any]:
         "peak_memory_bytes": [one["peak_memory_bytes"] for one in holders(summary)],
         "busy_share": [stage["busy_share"] for stage in summary["stages"]],
     }
-
-
-def _read_ranks(folder: Path, num_ranks: int) -> dict[str, Any]:
-    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
-    return {name: [result[name] for result in results] for name in ("ends", "peak_memory_bytes")}
 
 
 def _ranks(command: Sequence[str], entry: Entry, bench: BenchConfig, log: Path) -> list[Child]:

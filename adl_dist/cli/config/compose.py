@@ -1,14 +1,15 @@
 """Composition and checks of a :class:`RunConfig` from a command line."""
 
 import argparse
+import contextlib
 import difflib
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -79,6 +80,19 @@ class Parser(argparse.ArgumentParser):
         """End the command, as after its help."""
         sys.stderr.write(message or "")
         raise Exit(status)
+
+
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return the ``type`` of an argument that is a number from ``least`` to ``most``."""
+
+    def read(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) <= most and math.isfinite(kind(text)):
+                return kind(text)
+        name, end = "a whole number" if kind is int else "a number", "" if most == math.inf else f" and at most {most}"
+        raise argparse.ArgumentTypeError(f"expected {name} of at least {least}{end}, got {text}")
+
+    return read
 
 
 def config_folder() -> Path:
@@ -255,7 +269,7 @@ def _opened(overrides: Sequence[str]) -> list[str]:
 
 
 def parse(text: str, *, several: bool = False) -> Override:
-    """Read one override, with Hydra's grammar."""
+    """Read one override with Hydra's grammar, and check its key and its choice of a group."""
     if text.startswith("--"):
         name, _, value = text.lstrip("-").partition("=")
         raise ConfigError(f"unknown option --{name}{_did_you_mean(name, value and f'={value}')}; {LISTS_KEYS}")
@@ -273,21 +287,39 @@ def parse(text: str, *, several: bool = False) -> Override:
     key = override.key_or_group
     if not key:
         raise ConfigError(f"'{text}' names no key; write KEY=VALUE, like train.epochs=2")
-    if override.is_sweep_override():
-        if several:
-            return override
+    if key == "method.name":
+        raise ConfigError(f"{text}: choose a method by method=NAME, which brings its settings along")
+    is_sweep = override.is_sweep_override()
+    if is_sweep and not several:
         raise ConfigError(
             f"{text} gives several values, but one command is one run; add --multirun to run them all; a list is "
             f"written {key}=[1,2]"
         )
-    if key == "method.name":
-        raise ConfigError(f"{text}: choose a method by method=NAME, which brings its settings along")
-    is_of_hydra = re.split(r"[./]", key)[0] == "hydra" and text not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN")
-    if is_of_hydra and not is_of_launcher(key):
-        raise ConfigError(f"there is no key '{key}'; {LISTS_KEYS}")
-    if (config_folder() / key).is_dir() and not override.is_delete() and not isinstance(override.value(), str | dict):
-        raise ConfigError(f"{text} is not a choice of {key}; choose one of {_choices(key)}")
+    chosen: Any = None if is_sweep else override.value()
+    _check_keys([f"{key}.{one}" for one in chosen] if isinstance(chosen, dict) and key in GROUPS else [key])
+    if (config_folder() / key).is_dir() and chosen is not None and not isinstance(chosen, dict):
+        if not isinstance(chosen, str):
+            raise ConfigError(f"{text} is not a choice of {key}; choose one of {_choices(key)}")
+        if not (config_folder() / key / f"{chosen}.yaml").is_file():
+            raise ConfigError(_unknown_choice(key, chosen))
     return override
+
+
+def _check_keys(keys: Iterable[str]) -> None:
+    """Raise ConfigError for a key that does not exist; open nodes may have any."""
+    for key in keys:
+        if key in REMOVED:
+            raise ConfigError(f"{key} {WAS_REMOVED}")
+        is_open = key.partition(".")[0] in OPEN_NODES or key.startswith("sweep.variants") or is_of_launcher(key)
+        if not is_open and key not in _known_keys() and not (config_folder() / key).is_dir():
+            raise ConfigError(f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}")
+
+
+def _known_keys() -> list[str]:
+    return [
+        *(f"{group}.{key}" for group in GROUPS for key in keys_of(group)),
+        *(*keys_of(""), *OPEN_NODES, *GROUPS, "sweep", "sweep.jobs", "sweep.variants", "hydra.mode"),
+    ]
 
 
 def is_of_launcher(key: str) -> bool:
@@ -314,26 +346,18 @@ def _choices(group: str) -> str:
 
 def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, str] | None = None) -> str:
     """Return the error of Hydra or OmegaConf about ``overrides`` in one line."""
-    text = str(error)
-    if match := re.search(r"Could not override '([^']*)'", text):
-        # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.
-        key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
-        if key in REMOVED:
-            return f"{key} {WAS_REMOVED}"
-        return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
-    if match := re.search(r"Could not find '([^']*)'", text):
-        return _unknown_choice(match[1])
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        error = error.__cause__
-    key = getattr(error, "full_key", None) or ""
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if match := re.search(rf"Could not find '{LAUNCHER}/([^']*)'", str(error)):
+        extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
+        return f"there is no {LAUNCHER}={match[1]}; the submitit launchers come by {extra}"
+    error = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key, text = getattr(error, "full_key", None) or "", str(error)
+    first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     if "Missing mandatory value" in text:
         source = re.search(r"resolving interpolation: Missing mandatory value: (\S+)", text)
         missing = source[1] if source else key  # a key that it is taken from, or it itself
         return f"{missing} must be given: add {missing}=VALUE"
     if match := re.search(r"Interpolation key 'data\.([^']*)' not found", text):
-        node = key.partition(".")[0]
-        data, other = (f"{name}={(choices or {}).get(name, 'custom')}" for name in ("data", node))
+        data, other = (f"{name}={(choices or {}).get(name, 'custom')}" for name in ("data", key.partition(".")[0]))
         return f"{data} has no {match[1]}, which {other} needs; use model=gpt with data=tokens, or give {key}=VALUE"
     if "Unsupported interpolation type" in text or "HydraConfig was not set" in text:
         return f"{first}; {RESOLVERS}"
@@ -342,19 +366,12 @@ def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, s
     return f"{next((each for each in overrides if each.lstrip('+').startswith(f'{key}=')), key)}: {first}".lstrip(": ")
 
 
-def _unknown_choice(path: str) -> str:
+def _unknown_choice(group: str, name: str) -> str:
     """Return the message for an unknown choice of a group."""
-    if path == "optimizer/rotated":
+    if (group, name) == ("optimizer", "rotated"):
         own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
         return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
-    group, _, name = path.rpartition("/")
-    if group == LAUNCHER:
-        extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
-        return f"there is no {group}={name}; the submitit launchers come by {extra}"
-    if not group:
-        return f"there is no configuration '{path}'"
-    known = did_you_mean(name, _choices(group).split(", "))
-    known += f"; choose one of {_choices(group)}" if _choices(group) else ""
+    known = f"{did_you_mean(name, _choices(group).split(', '))}; choose one of {_choices(group)}"
     if group == "model":
         from torchvision.models import list_models  # imported late: it takes a second
 
@@ -366,16 +383,12 @@ def _unknown_choice(path: str) -> str:
 
 
 def _did_you_mean(key: str, value: str = "") -> str:
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        base: Any = OmegaConf.to_container(compose("config"), resolve=False)
-    leaves = ["sweep.variants", *flatten(base)]  # which is empty
-    nodes = {node for leaf in leaves for node in accumulate(leaf.split("."), "{}.{}".format)}
-    known = sorted(node for node in nodes if not key.startswith(f"{node}."))
-    # The whole name, or failing that the last part under the same or another node.
-    close = difflib.get_close_matches(key, known, n=1)
+    """Return a hint at the closest key, or failing that at one with the closest last part."""
+    known = {name: name for name in sorted(_known_keys()) if not key.startswith(f"{name}.")}
+    close = [known[one] for one in difflib.get_close_matches(key, known, n=1)]
     if not close:
         tails = {name.rpartition(".")[2]: name for name in known}
-        close = [tails[t] for t in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1)]
+        close = [tails[one] for one in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1)]
     return f"; did you mean '{close[0]}{value}'?" if close else ""
 
 

@@ -26,14 +26,18 @@ from adl_dist.data import Loading
 from adl_dist.errors import AdlError, ConfigError, did_you_mean, in_one_line
 from adl_dist.optim import build_lr_schedule
 from adl_dist.optimizers import prepare, with_rules
+from adl_dist.partition import Chain, checked_sizes, even_sizes, flops_sizes
 from adl_dist.report.callbacks import Callbacks
 from adl_dist.schedule import Method
-from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
+from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.training.input import DeviceLoader
 from adl_dist.training.lazy_weights import is_lazy_model, load_initial
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.run_outputs import Outputs
 from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
+from adl_dist.training.trial import samples as samples_of
+from adl_dist.training.trial.trial import keeps_ties
 
 # Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
 OF_THE_LOADER = (
@@ -64,10 +68,8 @@ def evaluator(config: RunConfig) -> Trainer:
     """Build the model and a trainer of one stage that evaluates like the run."""
     # As many threads as each process of the run had, or sums would be rounded otherwise.
     processes = config.build(ProcessOptions, threads=config.threads, one_per_stage=False)
-    partition = PartitionSpec(tied=config.partition.tied)
-    return Trainer(
-        build_model(config), method=Method(name="bp"), partition=partition, processes=processes, **_settings(config)
-    )
+    how: dict[str, Any] = {"partition": PartitionSpec(tied=config.partition.tied), "processes": processes}
+    return Trainer(build_model(config), method=Method(name="bp"), **how, **_settings(config))
 
 
 def train_spec(config: RunConfig) -> TrainSpec:
@@ -102,26 +104,33 @@ def build_model(config: RunConfig, *, as_built: bool = False, on_meta: bool = Fa
     """
     torch.manual_seed(config.seed)
     with torch.device("meta") if on_meta else contextlib.nullcontext():
-        model = _call("model", config.model)
-    _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
+        model: nn.Module = _call("model", config.model, nn.Module, "a torch.nn.Module")
     if on_meta:
         if not is_lazy_model(model):
             raise ConfigError(
                 f"runtime.meta_init=true builds the model on torch.device('meta'), but {config.model['_target_']} has "
                 "no tensors, or some that are not on meta; use runtime.meta_init=false"
             )
-        return model  # type: ignore[no-any-return]
+        return model
     if not as_built:
         if config.partition.tied == "untie":
             untied(model)
         if config.init_from is not None:
             load_initial(model, place_of(config.init_from), config.init_skip)
     prepare(model, build_optimizer(config))  # freeze parameters by the rules, also where no Trainer is made
-    return model  # type: ignore[no-any-return]
+    return model
+
+
+def described_model(config: RunConfig) -> nn.Module:
+    """Return the model of a run for its names and shapes, on meta if possible."""
+    try:
+        return build_model(config, on_meta=True)
+    except ConfigError:  # its own code makes values
+        return build_model(config)
 
 
 def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
-    """Return a run's configuration with settings of its data in ``words``.
+    """Return a run's configuration with settings of its data in ``words``, like data.root=images.
 
     For the run of a script ``words`` are to describe its model and data, and its loss.
 
@@ -134,56 +143,91 @@ def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
     config = known_run(run_dir)
     if others := [word for word in words if not word.startswith("data.")]:
         raise ConfigError(f"{others[0]}: {run_dir} has a model, data and a loss of its own; give data.KEY=VALUE only")
-    config.data = dict(_other_data(config.data, words))
-    return config
-
-
-def described_model(config: RunConfig) -> nn.Module:
-    """Return the model of a run for its names and shapes, on meta if possible."""
-    try:
-        return build_model(config, on_meta=True)
-    except ConfigError:  # its own code makes values
-        return build_model(config)
-
-
-def _other_data(node: Mapping[str, Any], words: Sequence[str]) -> Mapping[str, Any]:
-    """Return the data node of a run, replaced by ``words`` like data.root=images."""
-    if not words:
-        return node
-    taken = _parameters(_locate("data", node))
-    settings = {each.key_or_group.removeprefix("data."): each.value() for each in map(parse, words)}
-    for key in settings:
-        if key not in node and (taken is None or key not in taken):
-            takes = ", ".join(sorted(taken or node.keys()))
+    taken = _parameters(_locate("data", config.data)) if words else None
+    for key, value in ((each.key_or_group.removeprefix("data."), each.value()) for each in map(parse, words)):
+        if key not in config.data and (taken is None or key not in taken):
+            takes = ", ".join(sorted(taken or config.data.keys()))
             raise ConfigError(f"there is no key 'data.{key}' in the data of this run, which takes {takes}")
-    return {**node, **settings}
+        config.data[key] = value
+    return config
 
 
 def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
     """Build the training and validation datasets that a data node describes."""
-    pair = _call("data", data_arguments(node))
-    is_pair = isinstance(pair, tuple) and len(pair) == 2
-    _expect(is_pair, "data", node, pair, "a pair (training dataset, validation dataset)")
+    pair = _call("data", data_arguments(node), tuple, expected := "a pair (training dataset, validation dataset)")
+    if len(pair) != 2:
+        raise ConfigError(f"data._target_={node['_target_']} returned a tuple of {len(pair)}; expected {expected}")
     return pair  # type: ignore[no-any-return]
+
+
+def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the target of a data node."""
+    taken = _parameters(_locate("data", node))
+    dropped = OF_THE_LOADER if taken is None else {*OF_THE_LOADER, *(set(OF_THE_MODEL) - taken)}
+    return {key: value for key, value in node.items() if key not in dropped}
 
 
 def loading(config: RunConfig, dataset: Dataset[Any] | None) -> Loading:
     """Return the loader settings, with a sampler if ``dataset`` is given."""
-    node = config.data
-    made: dict[str, Any] = {}
-    for name in ("collate_fn", "val_collate_fn"):
-        if node.get(name) is not None:
-            made[name] = _named(f"data.{name}", node[name])
-    if node.get("sampler") is not None and dataset is not None:
-        make = _named("data.sampler", node["sampler"])
-        try:
-            made["sampler"] = make(dataset)
-        except Exception as error:  # the user's own code
-            raise ConfigError(
-                f"data.sampler={node['sampler']} is called with the training dataset and fails: {in_one_line(error)}"
-            ) from error
+    node, names = config.data, ("collate_fn", "val_collate_fn", "sampler")
+    made: dict[str, Any] = {name: _named(f"data.{name}", node[name]) for name in names if node.get(name) is not None}
+    if (make := made.pop("sampler", None)) is not None and dataset is not None:
+        made["sampler"] = _made("data.sampler", node["sampler"], partial(make, dataset))
     kept = node.get("persistent_workers", False)
     return Loading(**made, samples_per_epoch=node.get("samples_per_epoch"), persistent_workers=kept)
+
+
+def device_loader(
+    config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
+) -> DeviceLoader:
+    """Return the loader of the first stage, by default for training data."""
+    whole = build_data(config.data)[0] if dataset is None else dataset
+    return DeviceLoader(
+        whole,
+        "training",
+        seed=config.seed,
+        shuffle=shuffle,
+        num_workers=config.data.get("num_workers", 0),
+        loading=loading(config, whole if dataset is None else None),
+        device=device,
+        precision=precision(config),
+    )
+
+
+def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Chain:
+    """Return the units of ``model``, which may be on meta, on the first training samples.
+
+    ``keeps`` is the ``keeps_ties`` of :class:`Chain`. DataError if the data is missing.
+    """
+    loader = device_loader(config, torch.device("cpu"), shuffle=True)
+    samples = samples_of.take(loader, None, None)
+    assert samples is not None
+    batches = [batch for pair in samples.readings for batch in pair]
+    model = in_dtype(model, loader.precision.dtype)
+    return Chain(model, batches, granularity=config.partition.granularity, keeps_ties=keeps)
+
+
+def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
+    """Return the units of each stage for a ``partition.balance`` that needs no measurement.
+
+    Raises:
+        PartitionError: If the model cannot be cut like that.
+    """
+    if balance == "even":
+        return even_sizes(chain, num_stages)
+    return flops_sizes(chain, num_stages) if isinstance(balance, str) else checked_sizes(chain, num_stages, balance)
+
+
+def check_cut(config: RunConfig, *, has_data: bool = True) -> None:
+    """Check the cut of a run as far as possible, with or without the data.
+
+    Raises:
+        PartitionError, DataError, ConfigError: If the model cannot be cut there, or cannot be read.
+    """
+    num_stages, balance = config.partition.num_stages, config.partition.balance
+    model = described_model(config) if config.runtime.meta_init else build_model(config)
+    if has_data and (num_stages > 1 or not isinstance(balance, str)):
+        chosen_sizes(read_units(config, model, keeps=keeps_ties(config.pipeline.method)), num_stages, balance)
 
 
 def callbacks(config: RunConfig) -> list[Any]:
@@ -202,20 +246,6 @@ def monitoring(config: RunConfig) -> Monitoring:
     return replace(config.monitoring, loggers=loggers)
 
 
-def _listed(name: str, node: Any) -> Any:
-    """Instantiate a list entry from a dotted name or a ``_target_`` node."""
-    node = {"_target_": node} if isinstance(node, str) else node
-    if not isinstance(node, Mapping):
-        raise ConfigError(f"{name}: expected my.module.make, or {{_target_: my.module.make, KEY: VALUE}}, got {node!r}")
-    return _call(name, node)
-
-
-def _named(name: str, path: Any) -> Callable[..., Any]:
-    """Return the callable at ``path``, the value of the key ``name``."""
-    holder, _, key = name.rpartition(".")
-    return _locate(holder, {"_target_": path}, key=key)
-
-
 def check_targets(config: RunConfig) -> None:
     """Check the targets by their signatures and by trial, without data.
 
@@ -225,29 +255,18 @@ def check_targets(config: RunConfig) -> None:
         _bind(name, node)
     _bind_loss(config.loss)
     loading(config, None)
-    if config.data.get("sampler") is not None:
-        _named("data.sampler", config.data["sampler"])
     callbacks(config)
-    outputs = Outputs(config.build(CheckpointPolicy), monitoring(config))
-    spec = train_spec(config)
+    outputs, spec = Outputs(config.build(CheckpointPolicy), monitoring(config)), train_spec(config)
     outputs.check(config.run_dir, config.resume, spec, is_distributed=config.runtime.processes)
-    make = spec.optimizer
     optimizer = None
     if not config.optimizer.get("rules"):  # which are about parameters of the model
         with contextlib.suppress(ConfigError):
-            optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
+            optimizer = spec.optimizer([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
     if optimizer is None:
-        optimizer = make([*build_model(config).parameters()])
+        optimizer = spec.optimizer([*build_model(config).parameters()])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
     build_lr_schedule(lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
-
-
-def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the target of a data node."""
-    taken = _parameters(_locate("data", node))
-    dropped = OF_THE_LOADER if taken is None else {*OF_THE_LOADER, *(set(OF_THE_MODEL) - taken)}
-    return {key: value for key, value in node.items() if key not in dropped}
 
 
 def build_loss(config: RunConfig) -> LossFn:
@@ -257,55 +276,11 @@ def build_loss(config: RunConfig) -> LossFn:
     is there already, and what ``_partial_`` asks not to be called. Anything else is called, and returns the loss.
     """
     target, arguments, is_loss = _bind_loss(config.loss)
+    make = partial(target, **arguments)
     if is_loss:
-        return partial(target, **arguments) if arguments else target
-    loss_fn = _called("loss", config.loss, target, arguments)
+        return make if arguments else target
     expected = "a callable that takes (output, target), like torch.nn.CrossEntropyLoss"
-    _expect(callable(loss_fn), "loss", config.loss, loss_fn, expected)
-    return loss_fn  # type: ignore[no-any-return]
-
-
-def build_optimizer(config: RunConfig) -> OptimizerFactory:
-    """Return the optimizer factory, with groups by ``optimizer.rules`` if any."""
-    node = {key: value for key, value in config.optimizer.items() if key != "rules"}
-    rules = config.optimizer.get("rules")
-    target, arguments = _bind("optimizer", node, "params")
-    rate = arguments.get("lr")
-    if rate is not None and not (type(rate) in (int, float) and math.isfinite(rate)):
-        raise ConfigError(f"optimizer.lr must be a finite number, got {rate!r}")
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        try:
-            optimizer = target(parameters, **arguments)
-        except AdlError:
-            raise
-        except Exception as error:  # the user's own code
-            raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses {arguments}: {error}") from error
-        is_optimizer = isinstance(optimizer, Optimizer)
-        _expect(is_optimizer, "optimizer", config.optimizer, optimizer, "a torch.optim.Optimizer")
-        return optimizer  # type: ignore[no-any-return]
-
-    return with_rules(make, rules) if rules else make
-
-
-def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
-    """Return the factory of the LR scheduler."""
-    taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
-    supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
-    if "total_steps" in taken - config.lr_schedule.keys():
-        supplied |= {"total_steps"}
-    target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
-    return partial(target, **arguments)
-
-
-def _expect(is_right: bool, name: str, node: Mapping[str, Any], made: object, expected: str) -> None:
-    if not is_right:
-        raise ConfigError(f"{name}._target_={node['_target_']} returned {type(made).__name__}; expected {expected}")
-
-
-def _call(name: str, node: Mapping[str, Any]) -> Any:
-    target, arguments = _bind(name, node)
-    return _called(name, node, target, arguments)
+    return _made("loss", config.loss["_target_"], make, Callable, expected)  # type: ignore[no-any-return]
 
 
 def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
@@ -325,13 +300,63 @@ def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, A
     return target, arguments, is_loss
 
 
-def _called(name: str, node: Mapping[str, Any], target: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def build_optimizer(config: RunConfig) -> OptimizerFactory:
+    """Return the optimizer factory, with groups by ``optimizer.rules`` if any."""
+    node, path = dict(config.optimizer), config.optimizer.get("_target_")
+    rules = node.pop("rules", None)
+    target, arguments = _bind("optimizer", node, "params")
+    rate = arguments.get("lr")
+    if rate is not None and not (type(rate) in (int, float) and math.isfinite(rate)):
+        raise ConfigError(f"optimizer.lr must be a finite number, got {rate!r}")
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        build = partial(target, parameters, **arguments)
+        return _made("optimizer", path, build, Optimizer, "a torch.optim.Optimizer")  # type: ignore[no-any-return]
+
+    return with_rules(make, rules) if rules else make
+
+
+def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
+    """Return the factory of the LR scheduler."""
+    taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
+    supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
+    if "total_steps" in taken - config.lr_schedule.keys():
+        supplied |= {"total_steps"}
+    target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
+    return partial(target, **arguments)
+
+
+def _listed(name: str, node: Any) -> Any:
+    """Instantiate a list entry from a dotted name or a ``_target_`` node."""
+    node = {"_target_": node} if isinstance(node, str) else node
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{name}: expected my.module.make, or {{_target_: my.module.make, KEY: VALUE}}, got {node!r}")
+    return _call(name, node)
+
+
+def _named(name: str, path: Any) -> Callable[..., Any]:
+    """Return the callable at ``path``, the value of the key ``name``."""
+    holder, _, key = name.rpartition(".")
+    return _locate(holder, {"_target_": path}, key=key)
+
+
+def _call(name: str, node: Mapping[str, Any], kind: Any = object, expected: str = "") -> Any:
+    """Call the target of a node, which returns a ``kind``."""
+    target, arguments = _bind(name, node)
+    return _made(name, node["_target_"], partial(target, **arguments), kind, expected)
+
+
+def _made(name: str, path: Any, make: Callable[[], Any], kind: Any = object, expected: str = "") -> Any:
+    """Call the user's code at ``path``, the target of ``name``, which returns a ``kind``."""
     try:
-        return target(**arguments)
+        made = make()
     except AdlError:
         raise
-    except (Exception, SystemExit) as error:  # the user's own code
-        raise ConfigError(f"{name}: {node['_target_']} failed: {in_one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{name}: {path} failed: {in_one_line(error)}") from error
+    if not isinstance(made, kind):
+        raise ConfigError(f"{name}._target_={path} returned {type(made).__name__}; expected {expected}")
+    return made
 
 
 def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -374,9 +399,8 @@ def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Cal
         if module in sys.modules and not hasattr(sys.modules[module], attribute):
             hint = did_you_mean(attribute, dir(sys.modules[module]), f"'{module}.{{}}'")
             raise ConfigError(f"{name}={path}: {module} has no '{attribute}'{hint}") from error
-        cause = error.__cause__ or error
         raise ConfigError(
-            f"{name}={path} cannot be imported: {type(cause).__name__}: {cause}; expected a dotted name like "
+            f"{name}={path} cannot be imported: {in_one_line(error.__cause__ or error)}; expected a dotted name like "
             "my.module.make, of a module in this folder or an installed one"
         ) from error
     if not callable(target):
@@ -393,7 +417,6 @@ def _parameters(target: Callable[..., Any]) -> set[str] | None:
 
 
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         return inspect.signature(target)
-    except (TypeError, ValueError):
-        return None  # built-in callables have none to check against
+    return None  # built-in callables have none to check against

@@ -1,58 +1,181 @@
 """``adl-dist plan``: measure, cut, predict all methods, recommend one."""
 
-import contextlib
+import argparse
 import itertools
 import json
+import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from adl_dist.cli.plan.arguments import Question, asked, machine_of
+import torch
+
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.compose import (
+    Parser,
+    balance_word,
+    compose_run,
+    method_named,
+    method_words,
+    number,
+    without_method_and_cut,
+)
+from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
-from adl_dist.cli.plan.report import Plan, facts_of, line_to_paste, lines_of
-from adl_dist.codecs import CODECS, Codecs
-from adl_dist.distributed.affinity import num_cores
-from adl_dist.errors import ConfigError, DataError, PartitionError
-from adl_dist.partition import Machine, checked_sizes
-from adl_dist.partition.chain import Chain
-from adl_dist.partition.costs import Profile
+from adl_dist.codecs import CODECS, PLAIN, Codecs
+from adl_dist.distributed.affinity import default_threads, num_cores
+from adl_dist.distributed.device import check_device
+from adl_dist.errors import ChannelError, ConfigError, DataError, PartitionError
+from adl_dist.links import LINKS, Links, parse_links, text_of_links
+from adl_dist.partition import Chain, Machine, UnitCost, checked_sizes
+from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.cut import begins_of, check_places
-from adl_dist.partition.predict import Prediction, advise, alternative, predict
-from adl_dist.schedule import Pipeline
+from adl_dist.partition.predict import AS_GOOD, Alternative, Prediction, advise, alternative, predict
+from adl_dist.report.tables import text_table
+from adl_dist.report.warning import warn
+from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule.run_plan import micro_batch_size_of
+from adl_dist.schedule.table import tied_figures
+from adl_dist.settings import WAS_REMOVED
+from adl_dist.training.measured import device_memory
+from adl_dist.transport.coding_speed import coding_costs
+
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
+REMOVED = {
+    "--out": "--units prints the cost of each unit",
+    **dict.fromkeys(
+        ("--max-staleness", "--steps"), "method.delay=auto method.max_staleness=0.5 bounds the staleness for one M"
+    ),
+}
+Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and the units of each stage if given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The measurements, the predictions, and the advice."""
+
+    machine: Machine
+    profile: Profile  # with the configured M
+    other: Alternative
+    predictions: list[Prediction]  # of each method and K
+    chain: Chain
+    coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
+    refused: list[str]
+    line: str | None  # the recommended command; None: no pipeline is
+    reason: str
 
 
 def plan(words: list[str]) -> None:
     """Run the command with these command-line words."""
-    question = asked(words)
-    found = _measured(question)
-    flags = question.flags
+    flags = _flags(words)
+    found = _answer(flags)
     text = json.dumps(facts_of(found)) if flags.json else "\n".join(lines_of(found, with_units=flags.units))
     sys.stdout.write(f"{text}\n")
 
 
-Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and the units of each stage if given
+def _flags(words: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="adl-dist plan",
+        description="Measure the model on this machine, cut it, predict what each method would do, and recommend one.",
+        epilog="example: adl-dist plan model=resnet56 data=cifar10 --stages 2,4,8 --devices 8 --input 3,32,32",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    overrides = "as for adl-dist train: model, data, batch size, M, optimizer"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    stages = "numbers of stages, above 1: one device is in every table; default: 2, 4, 8 .. up to that of devices"
+    add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
+    add("--methods", metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS} and the configured one")
+    devices = "number of devices; default: the GPUs, or cores, of this machine"
+    add("--devices", type=number(int, 1), metavar="N", help=devices)
+    memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
+    add("--memory", type=_bytes, metavar="SIZE", help=memory)
+    links = (
+        "the link of each process to all others, like 100mbit,50ms: rate and round trip; or, with / between, K - 1 "
+        "links between neighbours; default: measured between processes of this machine on CPUs, 96gbit,20us for GPUs"
+    )
+    add("--links", type=_links, metavar="RATE[,ROUND_TRIP]", help=links)
+    add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
+    add("--profile", type=_file, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
+    neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
+    add("--neighbours", type=number(int, 0), metavar="N", help=neighbours)
+    add("--units", action="store_true", help="also print each unit")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    if removed := {word.partition("=")[0] for word in words} & REMOVED.keys():
+        raise ConfigError(f"{min(removed)} {WAS_REMOVED}; {REMOVED[min(removed)]}")
+    return parser.parse_intermixed_args(words)
 
 
-def _measured(question: Question) -> Plan:
-    """Measure the model, and predict each method by the profile."""
-    flags, config, sizes, machine = question.flags, question.config, question.sizes, machine_of(question)
+def _numbers(least: int, text: str) -> list[int]:
+    return [int(number(int, least)(word)) for word in text.split(",")]
+
+
+def _links(text: str) -> Links:
     try:
-        profiler = Profiler(config, threads=question.threads, shape=flags.input, kept_in=flags.profile)
+        return parse_links(text, "--links")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--links: ")) from None
+
+
+def _bytes(text: str) -> int:
+    unit = next((unit for unit in BYTES if text.endswith(unit)), "")
+    try:
+        return int(float(text.removesuffix(unit)) * BYTES[unit])
+    except (KeyError, ValueError, OverflowError):
+        units = ", ".join(BYTES)
+        raise argparse.ArgumentTypeError(f"expected a number and a unit, like 80GiB ({units}), got {text}") from None
+
+
+def _file(text: str) -> Path:
+    path = Path(text).absolute()  # the user's code may change the working directory
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected the name of a file in an existing folder, got {text}")
+    return path
+
+
+def described_links(config: RunConfig) -> Links | None:
+    """Return the configured links, or None if they are absent or ``auto``."""
+    links = text_of_links(config.partition.links)
+    return None if links is None or links == "auto" else parse_links(links, LINKS)
+
+
+def _answer(flags: argparse.Namespace) -> Plan:
+    """Measure the model, and predict each method by the profile."""
+    config, _ = compose_run(flags.overrides)
+    instantiate.check_targets(config)
+    check_device(config.runtime.device)
+    is_gpu, batch, M = config.runtime.device == "cuda", config.train.batch_size, config.method.micro_batches_per_update
+    num_devices = flags.devices or (torch.cuda.device_count() if is_gpu else num_cores())
+    powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
+    stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
+    names = flags.methods.split(",") if flags.methods else [*DEFAULT_METHODS.split(","), config.method.name]
+    methods = [method_named(name, config, flag="--methods") for name in dict.fromkeys(names)]
+    sizes = {m: micro_batch_size_of(batch, m) for m in [M, *(one.micro_batches_per_update for one in methods)]}
+    links, threads = flags.links or described_links(config), config.runtime.threads or default_threads(max(stages))
+    if links is not None:
+        for K in stages:
+            links.for_stages(K, "--links")
+    machine = _machine(config, links, memory=flags.memory, threads=threads)
+    try:
+        profiler = Profiler(config, threads=threads, shape=flags.input, kept_in=flags.profile)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
-    cuts, refused = _cuts(question, machine, profiler.chain)
+    cuts, refused = _cuts(config, stages, machine, profiler.chain)
     num_others = flags.neighbours
     if num_others is None:
-        num_others = profiler.num_others(max(cuts)) if question.num_devices <= num_cores() else 0
-    M, batch = config.method.micro_batches_per_update, config.train.batch_size
-    with profiler.with_load(num_others, sizes[M]):
-        profiles = {M: profiler.profile(size) for M, size in sizes.items()}
-        whole = profiler.pace(batch)
-        with profiler.under_load():
-            share = profiler.pace(max(1, batch // question.num_devices))
-    other = alternative(profiles[M], machine, num_devices=question.num_devices, whole=whole, share=share)
-    predictions, unfit = _predict_all(question, cuts, profiles)
-    refused += unfit
+        num_others = profiler.num_others(max(cuts)) if num_devices <= num_cores() else 0
+    whole = profiler.pace(batch)
+    with profiler.profiles(sizes.values(), num_others) as measured:
+        share = profiler.pace(max(1, batch // num_devices))
+    profiles = {m: measured[size] for m, size in sizes.items()}
+    other = alternative(profiles[M], machine, num_devices=num_devices, whole=whole, share=share)
+    predictions, unfit = _predictions(cuts, [(method, machine.codecs) for method in methods], profiles, num_devices)
+    codecs = [] if links is None else [(config.method, Codecs(codec, codec)) for codec in CODECS]
     choice, reason = advise(predictions, other, unit=profiles[M].of["unit"])
     begins = [] if choice is None else begins_of(profiler.chain, choice.balance.sizes)
     return Plan(
@@ -61,28 +184,49 @@ def _measured(question: Question) -> Plan:
         other=other,
         predictions=predictions,
         chain=profiler.chain,
-        coded=[] if question.links is None else _coded(question, cuts, profiles[M]),
-        refused=refused,
+        coded=_predictions(cuts, codecs, profiles, num_devices)[0],
+        refused=[*refused, *unfit],
         line=None if choice is None else line_to_paste(choice, begins, flags.overrides),
         reason=reason,
     )
 
 
-def _cuts(question: Question, machine: Machine, chain: Chain) -> tuple[Cuts, list[str]]:
+def _machine(config: RunConfig, links: Links | None, *, memory: int | None, threads: int) -> Machine:
+    """Return the devices and links, as described or, between CPUs, measured."""
+    device, codecs, link = torch.device(config.runtime.device), instantiate.precision(config).codecs, dict[str, Any]()
+    try:
+        link = link_figures(
+            device.type
+        )  # also of described links: only a measurement tells the host's time of a message
+    except ChannelError as error:
+        if links is None:
+            raise
+        warn(f"what a message costs its sender and receiver is not counted: {error}")
+    return Machine(
+        memory_bytes=device_memory(device) if memory is None else memory,
+        codecs=codecs,
+        coding={} if links is None and codecs == PLAIN else coding_costs(device, threads=threads),
+        **(link if links is None else link | links.figures),
+    )
+
+
+def _cuts(config: RunConfig, stages: Iterable[int], machine: Machine, chain: Chain) -> tuple[Cuts, list[str]]:
     """Return the devices and the given cut for each possible K, and reasons against other K.
 
     Raises:
         PartitionError: If the model can be cut into none of them.
     """
-    config = question.config.partition
-    cuts, refused, speeds = dict[int, tuple[Machine, list[int] | None]](), dict[int, str](), config.device_speeds
-    for K in question.stages:
-        is_given = isinstance(config.balance, list) and config.num_stages == K  # else the question is which is best
+    partition = config.partition
+    cuts, refused, speeds = dict[int, tuple[Machine, list[int] | None]](), dict[int, str](), partition.device_speeds
+    for K in stages:
+        is_given = (
+            isinstance(partition.balance, list) and partition.num_stages == K
+        )  # else the question is which is best
         try:
             if speeds is not None and len(speeds) != K:
                 raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers for {K} stages")
             check_places(chain, K)
-            sizes = checked_sizes(chain, K, config.balance) if is_given else None
+            sizes = checked_sizes(chain, K, partition.balance) if is_given else None
             cuts[K] = replace(machine, speeds=speeds), sizes
         except (PartitionError, ConfigError) as error:
             refused[K] = str(error).replace("partition.num_stages=", "--stages ")
@@ -91,29 +235,176 @@ def _cuts(question: Question, machine: Machine, chain: Chain) -> tuple[Cuts, lis
     return cuts, [f"K = {K}: {error}" for K, error in refused.items()]
 
 
-def _coded(question: Question, cuts: Cuts, profile: Profile) -> list[Prediction]:
-    """Return predictions of the configured method for each K and codec."""
-    found = []
-    for (K, (machine, sizes)), codec in itertools.product(cuts.items(), CODECS):
-        pipeline, coding = Pipeline(question.config.method, K), replace(machine, codecs=Codecs(codec, codec))
-        if pipeline.num_processes <= question.num_devices:
-            with contextlib.suppress(PartitionError, ConfigError):  # reported below the table of all methods
-                found.append(predict(profile, pipeline, machine=coding, sizes=sizes))
-    return found
-
-
-def _predict_all(question: Question, cuts: Cuts, profiles: Mapping[int, Profile]) -> tuple[list[Prediction], list[str]]:
+def _predictions(
+    cuts: Cuts, variants: Iterable[tuple[Method, Codecs]], profiles: Mapping[int, Profile], num_devices: int
+) -> tuple[list[Prediction], list[str]]:
     """Return all possible predictions, and the reasons against the others."""
-    predictions, refused, n = [], [], question.num_devices
-    for (K, (machine, sizes)), method in itertools.product(cuts.items(), question.methods):
+    predictions, refused = [], []
+    for (K, (machine, sizes)), (method, codecs) in itertools.product(cuts.items(), variants):
         try:
             pipeline = Pipeline(method, K)
-            if pipeline.num_processes > n:
-                needs = f"it needs {pipeline.num_processes} devices, and there are {n}"
-                refused.append(f"K = {K}: {needs}; --devices {pipeline.num_processes} predicts it")
+            if (n := pipeline.num_processes) > num_devices:
+                refused.append(f"K = {K}: it needs {n} devices, and there are {num_devices}; --devices {n} predicts it")
                 continue
             profile = profiles[method.micro_batches_per_update]
-            predictions.append(predict(profile, pipeline, machine=machine, sizes=sizes))
+            predictions.append(predict(profile, pipeline, machine=replace(machine, codecs=codecs), sizes=sizes))
         except (PartitionError, ConfigError) as error:
             refused.append(f"{method.name}, K = {K}: {error}")
     return predictions, [*dict.fromkeys(refused)]
+
+
+def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
+    """Return the answer as a person reads it: measurement, predictions, the alternative and the advice."""
+    profile, machine, other, spec = plan.profile, plan.machine, plan.other, plan.profile.of
+    unit = spec["unit"]
+    lines = [
+        f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
+        f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
+        f"{spec['threads']} thread(s), torch {spec['torch']}",
+        f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
+        f"update {1000 * update_seconds(profile.units):.2f} ms",
+        f"method.split_backward can defer {profile.share_deferrable:.0%} of the backward: gradients of the weights of "
+        "linear layers and convolutions",
+        f"{'link of each process' if machine.shares_link else 'link'}: {_links_shown(machine)}",
+    ]
+    if with_units:
+        head = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
+        blocks = [plan.chain.block_names[number] for number in plan.chain.blocks]
+        lines += ["", *text_table([head, *map(_unit_row, profile.units, blocks)])]
+    if plan.predictions:
+        columns = ["method", "K", "M", f"{unit}/s", "speed-up", "bubble", "staleness mean", "factor"]
+        columns += ["memory per stage (MB)", "units per stage"]
+        lines += ["", *text_table([columns, *(_method_row(p, other) for p in plan.predictions)])]
+    lines += [
+        "",
+        f"without a pipeline: one device {other.single:,.0f} {unit}/s, {other.bytes / 1e6:,.0f} MB"
+        + ("" if other.fits else " (does not fit)")
+        + f"; DDP on {other.num_devices}: {other.ddp:,.0f} {unit}/s (estimated)",
+        "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
+        *(f"not possible: {reason}" for reason in plan.refused),
+        *tied_lines(plan.chain.shared, plan.predictions),
+        *(codec_lines(plan.coded, unit) if plan.coded else []),
+        "",
+        f"recommended  {plan.reason}",
+    ]
+    return lines if plan.line is None else [*lines, f"             {plan.line}"]
+
+
+def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction]) -> list[str]:
+    """Return the lines about tied weights that several stages hold.
+
+    ``shared`` are the units of each weight, by name.
+    """
+    rows: list[list[object]] = []
+    for p in predictions:
+        stage_of = [k for k, size in enumerate(p.balance.sizes) for _ in range(size)]
+        for name, units in shared.items():
+            stages = tuple(dict.fromkeys(stage_of[unit] for unit in units))
+            if len(stages) < 2 or p.pipeline.method.why_not_tied is not None:
+                continue
+            copies = tied_figures(replace(p.pipeline, tied=(stages,)))
+            stale = "/".join(f"{copy.staleness_mean:.3g}" for copy in copies)
+            where = p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update
+            rows.append([name, *where, ", ".join(map(str, stages)), copies[0].late, stale])
+    head = ["tied weights", "method", "K", "M", "copies on stages", "updates late", "staleness mean of each"]
+    return ["", *text_table([head, *rows])] if rows else []
+
+
+def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
+    """Return the codec table of the configured method, with a recommendation.
+
+    Speeds are in ``unit``/s.
+    """
+    rows: list[list[object]] = []
+    for p in coded:
+        where = p.pipeline.num_stages, p.pipeline.micro_batches_per_update, p.codecs.activations
+        seconds = f"{p.seconds_per_update:.3g}", f"{p.images_per_second:,.0f}"
+        rows.append([*where, f"{p.update_bytes / 1e6:,.2f}", *seconds, f"{p.link_share:.0%}", _sizes(p)])
+    head = ["K", "M", "codec", "MB/update", "s/update", f"{unit}/s", "links add", "units per stage"]
+    lines = [
+        f"{coded[0].pipeline.method.name} by codec, over these links:",
+        *text_table([head, *rows]),
+    ]
+    for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
+        alike = [p for p in coded if p.pipeline.num_stages == K]
+        # Coding takes time: of all that are as fast as the fastest, take the most exact one.
+        most = (1 - AS_GOOD) * max(p.images_per_second for p in alike)
+        fast = [p for p in alike if p.images_per_second >= most]
+        enough = next((p for p in fast if p.is_compute_bound), fast[0])
+        codec = enough.codecs.activations
+        if not enough.is_compute_bound:
+            least = "without a codec" if codec == "none" else f"with runtime.codec={codec}"
+            hide = "longer delays may hide it (method.delay=auto, and a larger method.max_staleness), or a larger M"
+            told = f"the links cost time, least {least}; {hide}"
+        elif codec == "none":
+            told = "no codec is needed: the links cost next to no time"
+        else:
+            told = f"runtime.codec={codec} is needed, and enough, for the links to cost next to no time"
+        lines.append(f"K = {K}: {told}")
+    return ["", *lines]
+
+
+def _sizes(p: Prediction) -> str:
+    return " ".join(map(str, p.balance.sizes))
+
+
+def _links_shown(machine: Machine) -> str:
+    given, times = machine.bandwidth, machine.latency
+    rates, waits = ([one] if isinstance(one, int | float) else list(one) for one in (given, times))
+    each = (f"{rate / 1e9:.3g} GB/s, latency {1e6 * wait:.0f} us" for rate, wait in zip(rates, waits, strict=True))
+    return "; ".join(each)
+
+
+def _method_row(p: Prediction, other: Alternative) -> list[object]:
+    return [
+        *(p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update),
+        f"{p.images_per_second:,.0f}",
+        f"{p.images_per_second / other.single:.2f}",
+        f"{p.bubble:.1%}",
+        "/".join(f"{s:.3g}" for s in p.staleness_mean),
+        f"{p.convergence_factor:.3g}",
+        " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
+        _sizes(p),
+    ]
+
+
+def _unit_row(unit: UnitCost, block: str) -> list[str]:
+    return [
+        unit.name[:41],
+        block[:41],
+        f"{1000 * unit.forward:.3f}",
+        f"{1000 * unit.backward:.3f}",
+        f"{unit.parameter_bytes / 1e3:,.0f}",
+        f"{unit.activation_bytes / 1e3:,.0f}",
+        f"{unit.act_bytes / 1e3:,.0f} ({unit.num_tensors})" if unit.may_cut else "no cut",
+    ]
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """Return the answer as plain values."""
+    return {
+        "profile": asdict(plan.profile),
+        "machine": asdict(plan.machine),
+        "predictions": list(map(_plain, plan.predictions)),
+        "refused": plan.refused,
+        "coded": list(map(_plain, plan.coded)),
+        "alternative": asdict(plan.other),
+        "recommended": plan.line,
+        "reason": plan.reason,
+    }
+
+
+def _plain(p: Prediction) -> dict[str, Any]:
+    facts = {**asdict(p), "convergence_factor": p.convergence_factor}
+    del facts["pipeline"]
+    return {"method": p.pipeline.method.settings, "num_stages": p.pipeline.num_stages, **facts}
+
+
+def line_to_paste(choice: Prediction, begins: Sequence[str], overrides: Sequence[str]) -> str:
+    """Return the command that trains as predicted.
+
+    ``begins`` are the units where stages 1..K-1 begin.
+    """
+    words = without_method_and_cut(overrides) + method_words(choice.pipeline.method)
+    words += [f"partition.num_stages={choice.pipeline.num_stages}", *([balance_word(begins)] if begins else [])]
+    return f"adl-dist train {shlex.join(words)}"

@@ -9,7 +9,9 @@ from typing import Any
 from adl_dist import __version__
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.report.files import write_atomically
-from adl_dist.report.runs import DAMAGE, read_run
+from adl_dist.report.page import one_run, several
+from adl_dist.report.page.parts import MISSING, text
+from adl_dist.report.runs import DAMAGE, Run
 from adl_dist.report.warning import warn
 
 REPORT = "report.html"
@@ -50,36 +52,30 @@ def write_after_run(folder: Path) -> None:
 
 def _content(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the variables of the template."""
-    from adl_dist.report.page import one_run, several
-    from adl_dist.report.page.parts import MISSING, text
-
-    runs = [read_run(folder) for folder in folders]
+    runs: list[Run] = [Run(folder) for folder in folders]
+    subject: Any
+    found: dict[str, Callable[[Any], Sequence[Any]]]
     if len(runs) == 1:
-        title = one_run.title_of(runs[0])
-        sections = {name: partial(build, runs[0]) for name, build in one_run.SECTIONS.items()}
+        title, subject, found = one_run.title_of(runs[0]), runs[0], {**one_run.SECTIONS}
         head, facts = _shown(lambda: one_run.head(runs[0])), one_run.facts(runs[0])
     else:
-        title = f"{len(runs)} runs compared"
         several.add_short_labels(runs)
-        sections = {name: partial(build, runs) for name, build in several.SECTIONS.items()}
+        title, subject, found = f"{len(runs)} runs compared", runs, {**several.SECTIONS}
         head, facts = [], [("one of them", f"adl-dist report {folders[0]}")]
-    parts = {name: _shown(build) for name, build in sections.items()}
-    missing = [(name, part["text"]) for name, found in parts.items() for part in found if part["kind"] == MISSING]
-    shown = {name: [part for part in found if part["kind"] != MISSING] for name, found in parts.items()}
+    parts = {name: _shown(partial(build, subject)) for name, build in found.items()}
+    shown = {name: [part for part in each if part["kind"] != MISSING] for name, each in parts.items()}
     problems = [text(f"{run.folder.name}: {problem}", "bad") for run in runs for problem in run.problems]
     return {
         "title": title,
         "head": [*head, *problems],
         "facts": facts,
-        "sections": [(re.sub(r"\W+", "-", name.lower()), name, found) for name, found in shown.items() if found],
-        "missing": missing,
+        "sections": [(re.sub(r"\W+", "-", name.lower()), name, each) for name, each in shown.items() if each],
+        "missing": [(name, part["text"]) for name, each in parts.items() for part in each if part["kind"] == MISSING],
     }
 
 
 def _shown(build: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     """Return a part of the page, or a line with its error."""
-    from adl_dist.report.page.parts import text
-
     try:
         return build()
     except DAMAGE as error:

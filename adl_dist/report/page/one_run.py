@@ -1,7 +1,7 @@
 """The content of the page about one run, section by section."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import yaml
 
@@ -9,8 +9,7 @@ from adl_dist.report.goal import KNOWN, LOWEST, falls
 from adl_dist.report.logs import RESUMED
 from adl_dist.report.overhead import moving_average
 from adl_dist.report.page import parts
-from adl_dist.report.page.parts import Curve, Part, bar, chart, colour, missing, places, table, text, verbatim
-from adl_dist.report.page.verdict import verdict
+from adl_dist.report.page.parts import MISSING, VERBATIM, Curve, Part, bar, chart, colour, places, table, text
 from adl_dist.report.progress import PEAKS, coded_rows, holders
 from adl_dist.report.runs import DAMAGE, Point, Run, method_label
 from adl_dist.report.spans import spans_of_schedule, spans_of_timeline, spans_with_free_links, window
@@ -21,10 +20,12 @@ from adl_dist.schedule.actions import BACKWARDS, Op
 MOST_ENTRIES = 30  # of the logs, the newest
 LONGEST_ENTRY = 4000  # characters
 MOST_UNITS = 200  # in the chart of the model's units
+LEAST_IDLE = 0.1  # share of the time; less is not worth a change
 BINS = 60  # over which a speed is averaged
 MOST_MICRO_BATCHES = 48  # of a schedule from its beginning on
-NO_TIMELINE = "the timeline; set runtime.report=true (Monitoring(report=True))."
-NO_SUMMARY = "totals, which summary.json has at the end of a run."
+FREE = 1e15  # bytes per second, of a link within a process
+NO_TIMELINE = text("the timeline; set runtime.report=true (Monitoring(report=True)).", MISSING)
+NO_SUMMARY = text("totals, which summary.json has at the end of a run.", MISSING)
 ENDINGS = {
     "complete": ("good", "Finished"),
     "diverged": ("bad", "Diverged"),
@@ -42,6 +43,11 @@ FIGURES = {
     "num_samples": "samples",
     "num_tokens": "tokens",
 }
+EVENTS = {  # by the name of their records
+    "train/skipped_updates": "updates skipped, as their loss or gradient was not finite",
+    "checkpoint/failed": "checkpoints that could not be written",
+    "checkpoint/drain_changed_result": "checkpoints for which the pipeline was emptied, which changed values",
+}
 # Curves with charts of their own, or without.
 APART = {"loss", "learning_rate", "gradient_norm", "samples_per_second", "tokens_per_second", "mfu", "skipped_updates"}
 
@@ -52,9 +58,9 @@ def title_of(run: Run) -> str:
         label = method_label(run.config["method"])
     except DAMAGE:
         label = run.folder.name
-    K = f", K={run.num_stages}" if run.num_stages else ""
     model, data = (_named(run.config.get(key)) for key in ("model", "data"))
-    return f"{label}{K}" + (f": {model}" if model else "") + (f" on {data}" if data else "")
+    K = run.num_stages and f", K={run.num_stages}"
+    return f"{label}{K or ''}{model and f': {model}'}{data and f' on {data}'}"
 
 
 def _named(node: object) -> str:
@@ -83,24 +89,49 @@ def head(run: Run) -> list[Part]:
         said += f"; the last record is of update {max(updates) + 1}"
     said += f", ended by {summary['ended_by']}" if "ended_by" in summary else ""
     said += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}" if summary else ""
-    found: list[Part] = [text(f"{said}.", css)]
-    if (judged := verdict(run)) is not None:
-        found.append(text(judged, "verdict"))
-    return found
+    judged = verdict(run)
+    return [text(f"{said}.", css), *([text(judged, "verdict")] if judged else [])]
+
+
+def verdict(run: Run) -> str | None:
+    """Return the sentence, or None for one stage or unknown ones."""
+    busy = [float(stage["busy_share"]) for stage in run.summary.get("stages", ())]
+    if len(busy) < 2 or min(busy) <= 0:
+        return None
+    if "processes" in run.summary:
+        return f"Each process ran several of the {len(busy)} stages, which took turns: its stages were busy in turn."
+    stage, most = busy.index(min(busy)), busy.index(max(busy))
+    idle = 1 - busy[stage]
+    if idle < LEAST_IDLE:
+        return f"All stages were busy for at least {min(busy):.0%} of the time."
+    if run.timeline is not None and run.timeline.shares(stage)["load, send"] > idle / 2:
+        why = "loading data or sending: try data.num_workers=2, or runtime.codec=int8"
+    elif busy[most] - busy[stage] > idle / 2:
+        is_measured = run.config.get("partition", run.config).get("balance") == "auto"
+        way_out = "fewer stages" if is_measured else "partition.balance=auto"
+        why = f"because the cut is uneven (stage {most} was busy for {busy[most]:.0%}): try {way_out}"
+    elif run.pipeline is not None and run.pipeline.spec.flush:
+        why = "as its schedule leaves it, or waiting: try method=adl, or a larger method.accumulation_steps"
+    else:
+        why = (
+            "waiting for messages or for a free core: try larger micro-batches, fewer stages, or runtime.codec=int8 "
+            "over a slow link"
+        )
+    return f"Stage {stage} was idle for {idle:.0%} of the time, {why}."
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """Return command, date, host and parameters, as far as they are known."""
     start, times = run.start, [entry.time for entry in run.logs]
     found = {
-        "method": "" if run.pipeline is None else run.pipeline.spec.summary,
-        "command": start.get("command", ""),
-        "date": f"{times[0]} to {times[-1]}" if times else "",
-        "host": start.get("host", ""),
-        "device": start.get("device", ""),
+        "method": run.pipeline and run.pipeline.spec.summary,
+        "command": start.get("command"),
+        "date": times and f"{times[0]} to {times[-1]}",
+        "host": start.get("host"),
+        "device": start.get("device"),
         "parameters": f"{start['parameters']:,}" if "parameters" in start else "",
-        "software": start.get("software", ""),
-        "run folder": str(run.folder),
+        "software": start.get("software"),
+        "run folder": run.folder,
     }
     return [(name, str(value)) for name, value in found.items() if value]
 
@@ -114,16 +145,17 @@ def value_text(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _best(run: Run, name: str) -> Point | None:
-    """Return the best point of a validation metric, if its direction is known."""
-    mode = KNOWN.get(name) or (LOWEST if falls(name) else None)
-    runtime = run.config.get("runtime")
+def _end_and_best(run: Run, name: str) -> str:
+    """Return the last value of a metric, and its best if its direction is known."""
+    points = run.curves.get(curve := name.replace("_", "/", 1), ())
+    end = run.summary.get(name, points[-1].value if points else None)
+    mode, runtime = KNOWN.get(name) or (LOWEST if falls(name) else None), run.config.get("runtime")
     if isinstance(runtime, Mapping) and runtime.get("best_metric") == name:
         mode = runtime.get("best_mode") or mode
-    curve = run.finite(name.replace("_", "/", 1))
-    if mode is None or not curve:
-        return None
-    return (min if mode == LOWEST else max)(curve, key=lambda point: point.value)
+    known = run.finite(curve) if mode is not None else []
+    best = (min if mode == LOWEST else max)(known, key=lambda point: point.value, default=None)
+    shown = "" if best is None else f" (best {value_text(name, best.value)}, epoch {best.epoch:.4g})"
+    return "" if end is None else f"{value_text(name, end)}{shown}"
 
 
 def results(runs: Sequence[Run]) -> Sequence[Part]:
@@ -134,29 +166,21 @@ def results(runs: Sequence[Run]) -> Sequence[Part]:
     rows: list[Sequence[object]] = [["", *(run.label for run in runs)]]
     rows += [[name.replace("_", " "), *(_end_and_best(run, name) for run in runs)] for name in names]
     speeds = [run.summary.get("tokens_per_second", run.summary.get("samples_per_second", 0.0)) for run in runs]
-    texts = [f"{value_text('', speed)} {run.unit}/s" if speed else "" for run, speed in zip(runs, speeds, strict=True)]
     if most := max(speeds):
+        texts = [f"{value_text('', n)} {run.unit}/s" if n else "" for run, n in zip(runs, speeds, strict=True)]
         rows.append(["speed", *(bar(one, 100 * speed / most) for one, speed in zip(texts, speeds, strict=True))])
-    for name, label in FIGURES.items():
-        if any(name in run.summary for run in runs):
-            cells = (value_text(name, run.summary[name]) if name in run.summary else "" for run in runs)
-            rows.append([label, *cells])
+    for name in (name for name in FIGURES if any(name in run.summary for run in runs)):
+        cells = (value_text(name, run.summary[name]) if name in run.summary else "" for run in runs)
+        rows.append([FIGURES[name], *cells])
     if len(runs) > 1:
         peaks = (max((one["peak_memory_bytes"] for one in holders(run.summary)), default=0) for run in runs)
         rows.append(["memory of the largest process", *(f"{peak / 2**20:,.0f} MiB" if peak else "" for peak in peaks)])
         rows.append(["end", *(ENDINGS[ending(run)][1].partition(":")[0].lower() for run in runs)])
     found: list[Part] = [table(rows, texts=range(1, len(rows[0])))] if len(rows) > 1 else []
-    found += [] if any(run.summary for run in runs) else [missing(NO_SUMMARY)]
+    found += [] if any(run.summary for run in runs) else [NO_SUMMARY]
     if not any(name.startswith("validation_") for name in names):
-        found.append(missing("validation; give the run validation data."))
+        found.append(text("validation; give the run validation data.", MISSING))
     return [*found, text("Times and speeds are those since a run was last started.", "quiet")]
-
-
-def _end_and_best(run: Run, name: str) -> str:
-    points = run.curves.get(name.replace("_", "/", 1), ())
-    end, best = run.summary.get(name, points[-1].value if points else None), _best(run, name)
-    shown = "" if best is None else f" (best {value_text(name, best.value)}, epoch {best.epoch:.4g})"
-    return "" if end is None else f"{value_text(name, end)}{shown}"
 
 
 def _curves(run: Run) -> Sequence[Part]:
@@ -167,16 +191,19 @@ def _curves(run: Run) -> Sequence[Part]:
         for name in names
         for x, label in parts.AXES.items()
     ]
-    if rate := run.finite("train/learning_rate"):
-        charts.append(chart("learning rate", "epoch", [Curve("learning rate", "c0", places(rate))], from_zero=True))
-    norms = [Curve("model", "c0", places(points))] if (points := run.finite("train/gradient_norm")) else []
-    norms += _of_stages(run, "stage/gradient_norm", run.finite)
-    if norms:
-        charts.append(chart("gradient norm", "epoch", norms, from_zero=True))
+    for name in ("learning_rate", "gradient_norm"):
+        whole = "model" if name == "gradient_norm" else "learning rate"
+        drawn = _drawn(Curve(whole, "c0", places(run.finite(f"train/{name}"))))
+        drawn += _of_stages(run, f"stage/{name}", run.finite)
+        charts += [chart(name.replace("_", " "), "epoch", drawn, from_zero=True)] if drawn else []
     caption = "Thin line: each update; thick line: moving average. Seconds are without validation and saving."
-    return (
-        [parts.charts(charts, caption)] if charts else [missing("curves; metrics.jsonl gets them while a run trains.")]
-    )
+    if not charts:
+        return [text("curves; metrics.jsonl gets them while a run trains.", MISSING)]
+    return [parts.charts(charts, caption)]
+
+
+def _drawn(*curves: Curve) -> list[Curve]:
+    return [curve for curve in curves if curve.points]
 
 
 def _learning(run: Run, name: str, x: str) -> list[Curve]:
@@ -184,13 +211,13 @@ def _learning(run: Run, name: str, x: str) -> list[Curve]:
     training, validation = run.finite(f"train/{name}"), run.finite(f"validation/{name}")
     means = moving_average(training, max(1, len(training) // 40))
     curves = [Curve("training, each update", "c0 thin", places(training, x)), Curve("training", "c0", places(means, x))]
-    return [curve for curve in (*curves, Curve("validation", "c1", places(validation, x))) if curve.points]
+    return _drawn(*curves, Curve("validation", "c1", places(validation, x)))
 
 
 def _of_stages(run: Run, name: str, read: Callable[[str], Sequence[Point]], scale: float = 1.0) -> list[Curve]:
     """Return a curve for each stage that has one."""
-    curves = [Curve(f"stage {k}", colour(k), places(read(f"{name}/{k}"), scale=scale)) for k in range(run.num_stages)]
-    return [curve for curve in curves if curve.points]
+    stages = range(run.num_stages)
+    return _drawn(*(Curve(f"stage {k}", colour(k), places(read(f"{name}/{k}"), scale=scale)) for k in stages))
 
 
 def _throughput(run: Run) -> Sequence[Part]:
@@ -198,13 +225,10 @@ def _throughput(run: Run) -> Sequence[Part]:
     points = points[:: max(1, -(-len(points) // BINS))]
     unit, total = run.unit, run.summary.get("num_samples")
     scale = run.summary["num_tokens"] / total if total and "num_tokens" in run.summary else 1.0
-    speeds = [
-        (b.seconds, scale * (b.samples - a.samples) / (b.seconds - a.seconds))
-        for a, b in pairwise(points)
-        if b.seconds > a.seconds
-    ]
-    if not speeds:
-        return [missing("the speed; metrics.jsonl has no records of updates.")]
+    pairs = [(a, b) for a, b in pairwise(points) if b.seconds > a.seconds]
+    if not pairs:
+        return [text("the speed; metrics.jsonl has no records of updates.", MISSING)]
+    speeds = [(b.seconds, scale * (b.samples - a.samples) / (b.seconds - a.seconds)) for a, b in pairs]
     drawn = chart(f"{unit} per second", "seconds of training", [Curve(unit, "c0", speeds)], from_zero=True)
     return [parts.charts([drawn], f"Each point: mean over the time since the one before it. At most {BINS} points.")]
 
@@ -213,14 +237,14 @@ def stage_table(runs: Sequence[Run]) -> list[Part]:
     """Return how busy and how stale the stages of runs were."""
     rows: list[Sequence[object]] = [["", "stage", "busy", "delay", "mean staleness", "expected", "largest"]]
     for run in runs:
-        planned = {f.stage: f for f in figures(run.pipeline)} if run.pipeline is not None else {}
+        planned = {f.stage: (f.delay, f"{f.staleness_mean:.3f}") for f in figures(run.pipeline)} if run.pipeline else {}
         for stage in run.summary.get("stages", ()):
-            plan, busy = planned.get(stage["stage"]), stage["busy_share"]
-            expected = ["", ""] if plan is None else [plan.delay, f"{plan.staleness_mean:.3f}"]
-            stale = [expected[0], f"{stage['staleness_mean']:.3f}", expected[1], stage["staleness_max"]]
-            rows.append([run.label, stage["stage"], bar(f"{busy:.0%}", 100 * busy), *stale])
+            delay, expected = planned.get(stage["stage"], ("", ""))
+            busy = bar(f"{stage['busy_share']:.0%}", 100 * stage["busy_share"])
+            stale = [delay, f"{stage['staleness_mean']:.3f}", expected, stage["staleness_max"]]
+            rows.append([run.label, stage["stage"], busy, *stale])
     if len(rows) == 1:
-        return [missing(NO_SUMMARY)]
+        return [NO_SUMMARY]
     note = (
         "Busy: the share of training time in forward, backward and update. Delay: in micro-batches. Staleness: "
         "updates of the stage between the forward of a micro-batch and its own update; expected: that of the "
@@ -251,7 +275,7 @@ def _over_epoch(points: Sequence[Point]) -> list[Point]:
 def _timeline(run: Run) -> Sequence[Part]:
     pipeline, timeline = run.pipeline, run.timeline
     if pipeline is None:
-        return [missing("the method, without which no schedule can be drawn (config.yaml).")]
+        return [text("the method, without which no schedule can be drawn (config.yaml).", MISSING)]
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if timeline is None:
         num = min(2 * (K + M), max(MOST_MICRO_BATCHES, 2 * K + 8))
@@ -259,26 +283,20 @@ def _timeline(run: Run) -> Sequence[Part]:
         length = max(span.end for span in spans)
         planned = parts.lanes("The schedule", spans, length, lambda span: None)
         caption = "From an empty pipeline on. A message takes a tick."
-        return [missing(NO_TIMELINE), parts.timelines([planned], K, length, "ticks", caption)]
+        return [NO_TIMELINE, parts.timelines([planned], K, length, "ticks", caption)]
     stale = {(k, each.op, each.number): each.staleness for k, events in enumerate(timeline.stages) for each in events}
-    spans = window(spans_of_timeline(timeline), K)
-    free = window(spans_with_free_links(pipeline, timeline), K)
+    spans, free = window(spans_of_timeline(timeline), K), window(spans_with_free_links(pipeline, timeline), K)
     length = max(span.end for span in (*spans, *free))
-    where = f"{'in the middle of' if timeline.is_steady else 'in'} epoch {timeline.epoch + 1}"
-    drawn = [
-        parts.lanes(
-            f"Measured {where}", spans, length, lambda span: stale[span.stage, span.action.op.value, span.action.number]
-        )
-    ]
+    measured = f"Measured {'in the middle of' if timeline.is_steady else 'in'} epoch {timeline.epoch + 1}"
+    drawn = [parts.lanes(measured, spans, length, lambda s: stale[s.stage, s.action.op.value, s.action.number])]
     if free:
-        drawn.append(
-            parts.lanes(
-                "The same updates by the schedule, if messages took no time",
-                free,
-                length,
-                lambda s: pipeline.staleness(s.stage, s.action.number) if s.action.op in BACKWARDS else None,
-            )
+        planned = parts.lanes(
+            "The same updates by the schedule, if messages took no time",
+            free,
+            length,
+            lambda s: pipeline.staleness(s.stage, s.action.number) if s.action.op in BACKWARDS else None,
         )
+        drawn.append(planned)
     notes = ["Numbers: micro-batch, and U for an update. For all events of a run set runtime.trace=true."]
     if not timeline.is_steady:
         notes.append("The run was too short for a part in which all stages are at work all the time.")
@@ -288,38 +306,37 @@ def _timeline(run: Run) -> Sequence[Part]:
 
 
 def _memory(run: Run) -> Sequence[Part]:
-    held = holders(run.summary)
+    held, is_alone = holders(run.summary), "processes" not in run.summary
     if not held:
-        return [missing(NO_SUMMARY)]
+        return [NO_SUMMARY]
     names = {**PEAKS, "peak_tensor_bytes": "of it tensors"}
     columns = [name for name in names if any(name in one for one in held)]
     largest = max((one.get(name, 0) for one in held for name in columns), default=1)
-    is_alone = "processes" not in run.summary
     rows: list[Sequence[object]] = [["stage" if is_alone else "process", *(names[name] for name in columns)]]
     for one in held:
         name = one["stage"] if is_alone else f"{one['rank']} (stages {', '.join(map(str, one['stages']))})"
-        sizes = [(column, one.get(column)) for column in columns]
-        rows.append([name, *("" if n is None else bar(f"{n / 2**20:,.1f} MiB", 100 * n / largest) for _, n in sizes)])
+        sizes = [one.get(column) for column in columns]
+        rows.append([name, *("" if n is None else bar(f"{n / 2**20:,.1f} MiB", 100 * n / largest) for n in sizes)])
     found: list[Part] = [table(rows, texts=range(1, 1 + len(columns)))]
     if "peak_tensor_bytes" not in columns:
-        found.append(missing("the bytes of tensors alone; set runtime.profile_memory=true."))
+        found.append(text("the bytes of tensors alone; set runtime.profile_memory=true.", MISSING))
     return found
 
 
 def _cut(run: Run) -> Sequence[Part]:
-    found = list[Part]()
+    found, stages = list[Part](), run.start.get("stages", ())
     rows: list[Sequence[object]] = [["stage", "units", "from", "to", "forward", "backward", "update"]]
-    rows += [[k, *units, *_times(run, k)] for k, units in enumerate(run.start.get("stages", ()))]
+    rows += [[k, *units, *_times(run, k)] for k, units in enumerate(stages)]
     if len(rows) > 1:
         note = "Times: medians of the timeline, per micro-batch; update: per update."
         found += [table(rows, texts=(2, 3)), text(note, "quiet")]
     if not run.units:
-        return [*found, missing("the cost of each unit; set partition.balance=auto to measure it and cut by it.")]
+        why = "the cost of each unit; set partition.balance=auto to measure it and cut by it."
+        return [*found, text(why, MISSING)]
     if len(run.units) <= MOST_UNITS:
         found.append(_unit_bars(run))
-    rows, stop = [["cut after", "stages", "activation", "gradient"]], 0
-    for k, (size, _, _) in enumerate(run.start.get("stages", ())[:-1]):
-        stop += size
+    rows = [["cut after", "stages", "activation", "gradient"]]
+    for k, stop in enumerate(accumulate(size for size, _, _ in stages[:-1])):
         unit = run.units[stop - 1]
         crossing = [f"{int(unit.get(name, 0)) / 1024:,.1f} KiB" for name in ("act_bytes", "grad_bytes")]
         rows.append([unit["name"], f"{k} to {k + 1}", *crossing])
@@ -338,45 +355,42 @@ def _times(run: Run, stage: int) -> list[str]:
 
 def _unit_bars(run: Run) -> Part:
     """Return the measured time of each unit, stage by stage in the model's order."""
+    kinds = "forward", "backward"
     most = max((unit["forward"] + unit["backward"] for unit in run.units), default=0.0) or 1.0
-    stage_of = [k for k, units in enumerate(run.start.get("stages", ())) for _ in range(units[0])]
-    bars = []
-    for number, unit in enumerate(run.units):
-        segments = [
-            (name, 100 * unit[name] / most, f"{name} {1000 * unit[name]:.3g} ms") for name in ("forward", "backward")
-        ]
-        where = f"stage {stage_of[number]}: " if number < len(stage_of) else ""
-        bars.append((f"{where}{unit['name']}", segments))
-    legend = [("forward", "forward"), ("backward", "backward")]
-    return parts.bars(bars, legend, f"Measured time of each unit of the model; full width: {1000 * most:.3g} ms.")
+    stages = [f"stage {k}: " for k, units in enumerate(run.start.get("stages", ())) for _ in range(units[0])]
+    stages += [""] * len(run.units)
+    bars = [
+        (f"{where}{unit['name']}", [(n, 100 * unit[n] / most, f"{n} {1000 * unit[n]:.3g} ms") for n in kinds])
+        for where, unit in zip(stages, run.units, strict=False)
+    ]
+    caption = f"Measured time of each unit of the model; full width: {1000 * most:.3g} ms."
+    return parts.bars(bars, [*zip(kinds, kinds, strict=True)], caption)
 
 
 def _links(run: Run) -> Sequence[Part]:
     rows: list[Sequence[object]] = [["measured of", "link", "bandwidth", "latency"]]
-    for what, links in run.links.items():
+    for measured, links in run.links.items():
         for k, (rate, seconds) in enumerate(links):
-            is_free = rate >= 1e15
-            speed = "within a process" if is_free else f"{8 * rate / 1e6:,.0f} Mbit/s"
-            rows.append([what, f"{k} to {k + 1}", speed, "" if is_free else f"{1000 * seconds:.3f} ms"])
+            shown = (
+                ["within a process", ""]
+                if rate >= FREE
+                else [f"{8 * rate / 1e6:,.0f} Mbit/s", f"{1000 * seconds:.3f} ms"]
+            )
+            rows.append([measured, f"{k} to {k + 1}", *shown])
     found: list[Part] = [table(rows, texts=(1,))] if len(rows) > 1 else []
     given = run.config.get("partition", {}).get("links")
     if given not in (None, "auto"):
         found.append(text(f"Described by partition.links: {given}."))
     if not found:
-        found.append(missing("link speeds; set partition.balance=auto partition.links=auto to measure them."))
+        found.append(text("link speeds; set partition.balance=auto partition.links=auto to measure them.", MISSING))
     return [*found, *([table(coded, texts=(1, 2))] if (coded := coded_rows(run.summary)) else [])]
 
 
 def _events(run: Run) -> Sequence[Part]:
-    kinds = {  # of records
-        "train/skipped_updates": "updates skipped, as their loss or gradient was not finite",
-        "checkpoint/failed": "checkpoints that could not be written",
-        "checkpoint/drain_changed_result": "checkpoints for which the pipeline was emptied, which changed values",
-    }
-    numbers = {kind: len(run.curves.get(name, ())) for name, kind in kinds.items()}
+    numbers = {kind: len(run.curves.get(name, ())) for name, kind in EVENTS.items()}
     found: list[Part] = [text(f"{number} {kind}.", "bad") for kind, number in numbers.items() if number]
     if not run.logs:
-        return [*found, missing("logs; the processes of a run with a run_dir write them.")]
+        return [*found, text("logs; the processes of a run with a run_dir write them.", MISSING)]
     resumed = [entry for entry in run.logs if entry.text.startswith(RESUMED)]
     serious = [entry for entry in run.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
     if resumed:
@@ -387,14 +401,14 @@ def _events(run: Run) -> Sequence[Part]:
     entries = sorted([*serious, *resumed], key=lambda entry: entry.time)
     if len(entries) > MOST_ENTRIES:
         found.append(text(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet"))
-    shown = entries[-MOST_ENTRIES:]
-    return [*found, *(verbatim(f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}") for e in shown)]
+    shown = [f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}" for e in entries[-MOST_ENTRIES:]]
+    return [*found, *(text(one, VERBATIM) for one in shown)]
 
 
 def _configuration(run: Run) -> Sequence[Part]:
     if not run.config:
-        return [missing("the settings, which config.yaml has.")]
-    return [verbatim(yaml.safe_dump(dict(run.config), sort_keys=False))]
+        return [text("the settings, which config.yaml has.", MISSING)]
+    return [text(yaml.safe_dump(dict(run.config), sort_keys=False), VERBATIM)]
 
 
 SECTIONS: dict[str, Callable[[Run], Sequence[Part]]] = {

@@ -12,7 +12,7 @@ from adl_dist.schedule.timing import Span
 
 Part = dict[str, Any]  # ``kind``, the name of the macro, and its variables
 Bar = tuple[str, Sequence[tuple[str, float, str]]]  # label, and segments: class, width in percent, text
-MISSING = "missing"
+VERBATIM, MISSING = "verbatim", "missing"
 AXES = {"epoch": "epoch", "seconds": "seconds of training"}  # of curves, by the attribute of points
 
 MOST_POINTS = 600  # of a curve; more cannot be seen
@@ -23,18 +23,8 @@ CSS = {op: op.name.lower().replace("_", "-") for op in BOXES}
 
 
 def text(content: str, css: str = "") -> Part:
-    """Return a paragraph: plain, ``quiet``, ``bad`` or ``good``."""
-    return {"kind": "text", "text": content, "css": css}
-
-
-def verbatim(content: str) -> Part:
-    """Return text with its line breaks and spaces."""
-    return {"kind": "verbatim", "text": content}
-
-
-def missing(content: str) -> Part:
-    """Return a line about a record that the run does not have, and how to get it."""
-    return {"kind": MISSING, "text": content}
+    """Return a paragraph: plain, ``quiet``, ``bad`` or ``good``; text as it is; or the way to a missing record."""
+    return {"kind": css if css in (VERBATIM, MISSING) else "text", "text": content, "css": css}
 
 
 def bar(content: str, percent: float) -> Part:
@@ -97,17 +87,22 @@ def chart(
     y_range = (low if from_zero else low - margin, high + margin if top is None else top)
     x_range = (min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1.0)
 
-    def place(x: float, y: float) -> str:
-        return f"{1000 * _part(x, x_range):.1f} {1000 * (1 - _part(y, y_range)):.1f}"
+    def part(value: float, bounds: tuple[float, float]) -> float:
+        return (value - bounds[0]) / (bounds[1] - bounds[0])
+
+    def paths(curve: Curve) -> Part:
+        points = [f"{1000 * part(x, x_range):.1f} {1000 * (1 - part(y, y_range)):.1f}" for x, y in curve.points]
+        dots = f"M{'h0M'.join(points)}h0" if len(points) <= MOST_DOTS else ""
+        return {"name": curve.name, "css": curve.css, "line": f"M{'L'.join(points)}", "dots": dots}
 
     return {
         "title": title,
         "x_label": x_label,
         "x_range": x_range,
         "y_range": y_range,
-        "x_ticks": [(100 * _part(t, x_range), f"{t:,.6g}") for t in nice_ticks(*x_range)],
-        "y_ticks": [(100 * (1 - _part(t, y_range)), f"{t:,.6g}") for t in nice_ticks(*y_range)],
-        "series": [_series(curve, place) for curve in curves],
+        "x_ticks": [(100 * part(t, x_range), f"{t:,.6g}") for t in nice_ticks(*x_range)],
+        "y_ticks": [(100 * (1 - part(t, y_range)), f"{t:,.6g}") for t in nice_ticks(*y_range)],
+        "series": list(map(paths, curves)),
         "legend": [(curve.css, curve.name) for curve in curves] if len(curves) > 1 else [],
     }
 
@@ -118,17 +113,6 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
     power = 10 ** math.floor(math.log10(span / most))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most - 1)
     return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def _part(value: float, bounds: tuple[float, float]) -> float:
-    return (value - bounds[0]) / (bounds[1] - bounds[0])
-
-
-def _series(curve: Curve, place: Callable[[float, float], str]) -> Part:
-    """Return the SVG paths of a curve."""
-    points = [place(*point) for point in curve.points]
-    dots = f"M{'h0M'.join(points)}h0" if len(points) <= MOST_DOTS else ""
-    return {"name": curve.name, "css": curve.css, "line": f"M{'L'.join(points)}", "dots": dots}
 
 
 def bars(drawn: Sequence[Bar], legend: Sequence[tuple[str, str]], caption: str) -> Part:
@@ -189,10 +173,7 @@ def _box(span: Span, length: float, stale: int | None) -> tuple[str, float, floa
 def timelines(drawn: Sequence[Part], num_stages: int, length: float, x_label: str, caption: str) -> Part:
     """Return drawings of :func:`lanes` over one axis, ``length`` units of time long."""
     found = {box[0] for one in drawn for box in one["boxes"]}
-    legend = [(CSS[op], label) for op, (_, _, label) in STYLES.items()] + [
-        ("update", "update"),
-        ("small", "load, send"),
-    ]
+    legend = {CSS[op]: label for op, (_, _, label) in STYLES.items()} | {"update": "update", "small": "load, send"}
     return {
         "kind": "timelines",
         "lanes": drawn,
@@ -200,7 +181,7 @@ def timelines(drawn: Sequence[Part], num_stages: int, length: float, x_label: st
         "height": num_stages * LANE,
         "ticks": [(_percent(t, length), f"{t:g}") for t in nice_ticks(0.0, length, most=100)],
         "x_label": x_label,
-        "legend": [*((css, label) for css, label in legend if css in found), ("lane", "idle")],
+        "legend": [*((css, label) for css, label in legend.items() if css in found), ("lane", "idle")],
         "caption": caption,
     }
 

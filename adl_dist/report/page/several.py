@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeAlias
 
 from adl_dist.errors import ConfigError
 from adl_dist.report import overhead
 from adl_dist.report.page import parts
 from adl_dist.report.page.one_run import NO_TIMELINE, results, stage_table, title_of
-from adl_dist.report.page.parts import Curve, Part, chart, colour, missing, places, table, text
+from adl_dist.report.page.parts import MISSING, Curve, Part, chart, colour, places, table, text
 from adl_dist.report.runs import Run, add_labels
 
 LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one chart
 NOT_COMPARED = ("run_dir", "resume")
-Runs: TypeAlias = Sequence[Run]
 
 
 def add_short_labels(runs: Sequence[Run]) -> None:
@@ -30,7 +28,7 @@ def add_short_labels(runs: Sequence[Run]) -> None:
         run.label = label
 
 
-def _curves(runs: Runs) -> Sequence[Part]:
+def _curves(runs: Sequence[Run]) -> Sequence[Part]:
     charts = list[Part]()
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
         found = [(run.label, run.finite(name)) for run in runs[:MOST_CURVES] if run.finite(name)]
@@ -39,36 +37,34 @@ def _curves(runs: Runs) -> Sequence[Part]:
             charts.append(chart(name.replace("/", " "), label, drawn))
     shown = f" The first {MOST_CURVES} of {len(runs)} runs." if len(runs) > MOST_CURVES else ""
     caption = f"Seconds are without validation and saving. adl-dist compare draws medians over seeds.{shown}"
-    return [parts.charts(charts, caption)] if charts else [missing("the loss; no run has records of it.")]
+    return [parts.charts(charts, caption)] if charts else [text("the loss; no run has records of it.", MISSING)]
 
 
-def _overhead(runs: Runs) -> Sequence[Part]:
+def _overhead(runs: Sequence[Run]) -> Sequence[Part]:
     names = {str(run.folder): run.label for run in runs}
     rows = overhead.rows(runs, names)
     if not rows:
-        return [missing("the loss of two runs, without which they cannot be compared.")]
+        return [text("the loss of two runs, without which they cannot be compared.", MISSING)]
     return [table(rows), text(overhead.note(runs, names), "quiet")]
 
 
-def _stages(runs: Runs) -> Sequence[Part]:
+def _stages(runs: Sequence[Run]) -> Sequence[Part]:
     timelines = [(run.label, run.timeline) for run in runs if run.timeline is not None]
     shares = [parts.shares(timeline, f"{label}: the time of each stage.") for label, timeline in timelines]
-    return [*stage_table(runs), *shares, *([] if timelines else [missing(NO_TIMELINE)])]
+    return [*stage_table(runs), *shares, *([] if timelines else [NO_TIMELINE])]
 
 
-def _differences(runs: Runs) -> Sequence[Part]:
+def _differences(runs: Sequence[Run]) -> Sequence[Part]:
     flat = [run.settings for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in NOT_COMPARED]
     telling = [key for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
     if not telling:
         return [text("The settings of these runs are the same.")]
-    rows = [["setting", *(run.label for run in runs)]] + [
-        [key, *(str(one.get(key, "")) for one in flat)] for key in telling
-    ]
-    return [table(rows, texts=range(1, len(runs) + 1))]
+    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in telling]
+    return [table([["setting", *(run.label for run in runs)], *rows], texts=range(1, len(runs) + 1))]
 
 
-SECTIONS: dict[str, Callable[[Runs], Sequence[Part]]] = {
+SECTIONS: dict[str, Callable[[Sequence[Run]], Sequence[Part]]] = {
     "Results": results,
     "Learning curves": _curves,
     "Training to the same loss": _overhead,

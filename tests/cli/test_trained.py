@@ -1,4 +1,4 @@
-"""``adl-dist export`` writes what other programs load, and never holds the whole model to do so."""
+"""``evaluate``, ``export`` and ``report``: what they print and write of a run, also of a script's."""
 
 import json
 
@@ -10,53 +10,66 @@ from torch import nn
 
 import adl_dist.models
 from adl_dist.checkpoint import layout, tensor_files
-from adl_dist.cli.export import OF_TRANSFORMERS
-from tests.support.commands import assert_same, in_process, shows
+from adl_dist.cli.trained import OF_TRANSFORMERS
+from tests.support.commands import assert_same, in_process, shows, words
+from tests.support.recorded import recorded_run
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
-SMALL = ["data=digits", "model._target_=tests.cli.test_export.net", "model.width=8", "train.max_updates=1"]
+RUN = [f"data._target_={__name__}.datasets", f"model._target_={__name__}.net", "train.epochs=1", "train.batch_size=8"]
 ONE = ["runtime.processes=false", "partition.num_stages=1", "runtime.tensorboard=false"]
+OF_SCRIPT = ("model._target_=tests.support.toys.batch_norm_net", f"data._target_={__name__}.images")
 
 
-def net(width):
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.Linear(width, 10))
+def net(width=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
 
 
-def small_llama():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.LlamaConfig(vocab_size=11, num_key_value_heads=2, **sizes)
+def datasets(num_samples=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(num_samples, 4, generator=generator)
+    data = torch.utils.data.TensorDataset(images, torch.randint(3, (num_samples,), generator=generator))
+    return data, data
+
+
+def images():
+    return FixedImages(16), FixedImages(16)
 
 
 @pytest.fixture
 def run(tmp_path):
-    assert in_process("train", f"run_dir={tmp_path / 'run'}", *SMALL, *ONE).code == 0
+    assert in_process("train", f"run_dir={tmp_path / 'run'}", *RUN, *ONE).code == 0
     return tmp_path / "run"
+
+
+def test_data_of_other_settings_are_evaluated_and_no_others(run):
+    own, fewer, others = (in_process("evaluate", str(run), *w) for w in ([], ["data.num_samples=5"], ["data.seed=1"]))
+    assert [", 24 samples" in own.out, ", 5 samples" in fewer.out, ", 24 samples" in others.out] == [True] * 3
+    assert own.out != others.out
+    refusal = in_process("evaluate", str(run), "data.size=5").refusal()
+    shows(refusal, ["there is no key 'data.size' in the data of this run, which takes num_samples, seed"])
 
 
 def test_a_safetensors_export_is_written_one_tensor_at_a_time(run, tmp_path, monkeypatch):
     out, read, read_at_once = tmp_path / "model.safetensors", tensor_files.read, []
     monkeypatch.setattr(tensor_files, "read", lambda tensors: (read_at_once.append(len(tensors)), read(tensors))[1])
     assert in_process("export", f"run_dir={run}", f"out={out}").code == 0
-    model = net(8)
+    model = net()
     model.load_state_dict(safetensors.torch.load_file(out))
     assert read_at_once == [1] * len(model.state_dict())
-    assert out.read_bytes() == _as_the_library_writes(model, tmp_path / "theirs.safetensors")
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "theirs", metadata={"format": "pt"})
+    assert out.read_bytes() == (tmp_path / "theirs").read_bytes()
     assert in_process("export", f"run_dir={run}", f"out={tmp_path / 'model.pt'}").code == 0
     assert [*torch.load(tmp_path / "model.pt")] == [*model.state_dict()]
-
-
-def _as_the_library_writes(model, path):
-    safetensors.torch.save_file(model.state_dict(), path, metadata={"format": "pt"})
-    return path.read_bytes()
 
 
 def test_transformers_loads_the_folder_of_a_run_of_its_model(run, tmp_path, monkeypatch):
     """With the names, the values and the settings that were trained."""
     transformers = pytest.importorskip("transformers")
-    config, node = small_llama(), {"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path / "config")}
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=11, num_key_value_heads=2, **sizes)
+    node = {"_target_": OF_TRANSFORMERS, "task": "causal-lm", "config": str(tmp_path / "config")}
     config.save_pretrained(tmp_path / "config")
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
@@ -87,14 +100,13 @@ def _put_in_place(path, model):
 
 def test_timm_loads_an_exported_file_of_its_model(tmp_path):
     timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
     model = timm.create_model("mobilenetv3_small_050", num_classes=3)
     tensor_files.write(tmp_path, {"model.safetensors": tensor_files.Shard(model.state_dict())})
     tensors, _ = tensor_files.header(tmp_path / "model.safetensors")
-    tensor_files.copy(tmp_path / "copied.safetensors", tensors)
-    path = str(tmp_path / "copied.safetensors")
-    loaded = timm.create_model("mobilenetv3_small_050", num_classes=3, checkpoint_path=path)
-    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+    path = tmp_path / "copied.safetensors"
+    tensor_files.copy(path, tensors)
+    loaded = timm.create_model("mobilenetv3_small_050", num_classes=3, checkpoint_path=str(path))
+    assert_same(loaded.state_dict(), model.state_dict())
 
 
 def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
@@ -109,27 +121,45 @@ def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     outcome = in_process("export", str(run_dir), f"out={tmp_path / 'folder'}")
     shows(outcome.refusal(), ["written as a folder", "model.load_state_dict", "save_pretrained"])
     assert not (tmp_path / "folder").exists()
-    outcome = in_process("evaluate", str(run_dir))
-    assert outcome.code == 2
-    shows(outcome.err, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])
-    words = ("model._target_=tests.support.toys.batch_norm_net", f"data._target_={__name__}.images")
-    shows(in_process("evaluate", str(run_dir), *words).out, [f"validation loss {summary['validation_loss']:.4f}"])
+    refusal = in_process("evaluate", str(run_dir)).refusal()
+    shows(refusal, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])
+    shown = in_process("evaluate", str(run_dir), *OF_SCRIPT).out
+    shows(shown, [f"validation loss {summary['validation_loss']:.4f}"])
 
 
 def test_a_scripts_run_is_not_evaluated_by_another_loss(tmp_path):
     """The value is that of the plain model."""
     trainer, data, run_dir = toy_trainer(2, 2, loss_fn=nn.MultiMarginLoss()), FixedImages(16), str(tmp_path / "run")
     trainer.fit(data, epochs=1, batch_size=8, run_dir=run_dir, monitoring=QUIET)
-    words = ("model._target_=tests.support.toys.batch_norm_net", f"data._target_={__name__}.images")
-    refusal = in_process("evaluate", run_dir, *words).refusal()
+    refusal = in_process("evaluate", run_dir, *OF_SCRIPT).refusal()
     shows(refusal, ["torch.nn.modules.loss.MultiMarginLoss", "add loss._target_=MODULE.NAME"])
     model = batch_norm_net()
     model.load_state_dict(trainer.full_state_dict())
     with torch.no_grad():
         loss = nn.MultiMarginLoss()(model.eval()(data.images), torch.tensor(data.labels))
-    shown = in_process("evaluate", run_dir, *words, "loss._target_=torch.nn.MultiMarginLoss").out
+    shown = in_process("evaluate", run_dir, *OF_SCRIPT, "loss._target_=torch.nn.MultiMarginLoss").out
     shows(shown, [f"validation loss {loss:.4f}"])
 
 
-def images():
-    return FixedImages(16), FixedImages(16)
+def test_report_writes_into_the_run_folder_to_out_or_above(tmp_path):
+    runs = [recorded_run(tmp_path / name) for name in "ab"]
+    for arguments, place in (
+        ([str(runs[0])], runs[0] / "report.html"),
+        ([f"run_dir={runs[0]}", f"out={tmp_path}/b.html"], tmp_path / "b.html"),
+        ([*map(str, runs)], tmp_path / "report.html"),
+        ([str(tmp_path), f"out={tmp_path}/c.html"], tmp_path / "c.html"),
+    ):
+        done = in_process("report", *arguments)
+        assert (done.code, done.err) == (0, "")
+        shows(done.out, [f"written: {place};"])
+        assert place.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_run_ends_with_a_page_and_the_timeline_in_it(tmp_path):
+    run = tmp_path / "run"
+    done = in_process(*words(run, "runtime.report=true", "data.num_samples=160", "train.batch_size=8"))
+    assert done.code == 0, done
+    shows(done.out, [f"report           {run}/report.html"])
+    page = (run / "report.html").read_text()
+    shows(page, ["Measured in", "by the schedule, if messages took no time"])
+    assert "Cannot be shown" not in page

@@ -1,0 +1,154 @@
+"""``adl-dist compare``, ``report``, ``status``, ``checkpoint`` and ``stop``: commands on run folders. No torch."""
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.storage import local_run, place_of
+from adl_dist.control.requests import RequestKind
+from adl_dist.control.run_socket import SOCKET, ask_run
+from adl_dist.errors import ConfigError
+from adl_dist.report import comparison, final_table
+from adl_dist.report.page import REPORT, write_page
+from adl_dist.report.recorder import METRICS
+from adl_dist.report.runs import read_json
+from adl_dist.report.tables import text_table
+
+HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy", "staleness", "memory", "now")
+
+
+def named_folder(
+    command: str, arguments: Sequence[str], takes: Collection[str] = (), *, groups: Collection[str] = ()
+) -> tuple[PurePath, dict[str, str], list[str]]:
+    """Return the run folder, the other ``KEY=VALUE`` of ``arguments``, and settings.
+
+    ``takes`` are the other keys. Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
+
+    Raises:
+        ConfigError: If there is not exactly one folder, or an unknown argument.
+    """
+    more = f"adl-dist {command} --help lists its arguments"
+    folders, options, settings = list[str](), dict[str, str](), list[str]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in takes:
+            options[key] = value
+        elif equals and key.lstrip("+~").partition(".")[0] in groups:
+            settings.append(argument)
+        elif equals and key == "run_dir":
+            folders.append(value)
+        elif argument.startswith("-") or (equals and not Path(argument).is_dir()):
+            raise ConfigError(f"adl-dist {command} does not know '{argument}'; {more}")
+        else:
+            folders.append(argument)
+    if len(folders) != 1 or not folders[0]:
+        raise ConfigError(f"adl-dist {command} takes one run folder, got '{' '.join(folders)}'; {more}")
+    return place_of(folders[0]), options, settings
+
+
+def compare(arguments: Sequence[str]) -> None:
+    """Compare runs, and write to ``out=FOLDER`` or their common folder."""
+    chosen = [word.removeprefix("reference=") for word in arguments if word.startswith("reference=")]
+    if len(chosen) > 1:
+        raise ConfigError(f"adl-dist compare takes one reference=RUN, got {len(chosen)}")
+    rest = [word for word in arguments if not word.startswith("reference=")]
+    paths, out, above = chosen_runs("compare", rest, out="FOLDER")
+    folder, command = above if out is None else out, shlex.join(["adl-dist", "compare", *arguments])
+    reference = local_run(chosen[0]) if chosen else None
+    text = comparison.compare(paths, out=folder, reference=reference, command=command)
+    sys.stdout.write(f"{text}\nwritten to {folder}: comparison.md, comparison.csv, curves.svg, curves.png\n")
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Write the page to ``out=FILE``, or into the runs' common folder."""
+    paths, out, above = chosen_runs("report", arguments, out="FILE.html")
+    out = above / REPORT if out is None else out
+    if not out.name or out.is_dir():
+        raise ConfigError(f"out={out} is a folder; name the file, like out=report.html")
+    below = [[path] if (path / METRICS).is_file() else comparison.folders_below([path]) for path in paths]
+    write_page(list(dict.fromkeys(run for runs in below for run in runs)), out)
+    sys.stdout.write(f"written: {out}; it opens in any browser\n")
+
+
+def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[list[Path], Path | None, Path]:
+    """Return the folders of ``arguments``, their ``out``, and their parent.
+
+    ``out`` is None if it is not given. The parent holds all the folders.
+
+    Raises:
+        ConfigError: If there is no folder, or more than one ``out``.
+    """
+    outs = [Path(each.removeprefix("out=")) for each in arguments if each.startswith("out=")]
+    runs = [each.removeprefix("run_dir=") for each in arguments if not each.startswith("out=")]
+    if not outs and (urls := [run for run in runs if "://" in run]):
+        raise ConfigError(f"adl-dist {command} reads a copy of {urls[0]}; say where to write by out={out}")
+    paths = [local_run(run) for run in runs]
+    if not paths or len(outs) > 1:
+        raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out={out}]")
+    above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
+    return paths, outs[0] if outs else None, above
+
+
+def status(arguments: list[str]) -> None:
+    """Run ``adl-dist status``: print the state of a run, or its summary."""
+    as_json = "--json" in arguments
+    run_dir = _local("status", [each for each in arguments if each != "--json"])
+    if summary := _summary_of_ended(run_dir):
+        stopped = summary.get("stopped", {})
+        how = f"was stopped by {stopped['why']}, and the same command resumes it" if stopped else "ended like this"
+        head = f"no run is training in {run_dir}; the last one there {how}:"
+        sys.stdout.write((json.dumps({"ended": summary}) if as_json else f"{head}\n{final_table(summary)}") + "\n")
+        return
+    answer = ask_run(run_dir, "status")
+    sys.stdout.write((json.dumps(answer) if as_json else table(answer)) + "\n")
+
+
+def checkpoint(arguments: list[str]) -> None:
+    """Run ``adl-dist checkpoint RUN_DIR``: save now, and continue."""
+    sys.stdout.write(f"{ask_run(_local('checkpoint', arguments), RequestKind.CHECKPOINT.value)['done']}\n")
+
+
+def stop(arguments: list[str]) -> None:
+    """Run ``adl-dist stop RUN_DIR``: save now, and end."""
+    sys.stdout.write(f"{ask_run(_local('stop', arguments), RequestKind.STOP.value)['done']}\n")
+
+
+def table(answer: Mapping[str, Any]) -> str:
+    """Format the answer to ``status``, one line per stage."""
+    rows: list[Sequence[object]] = [HEAD]
+    for stage in answer["stages"]:
+        now = f"{stage['doing']} since {stage['seconds']:.1f} s"
+        if stage["saving"]:
+            now += f"; {stage['saving']} a checkpoint"
+        if stage["silent_seconds"]:
+            now = f"no answer since {stage['silent_seconds']:.1f} s; before: {now}"
+        staleness = "-" if stage["staleness_mean"] is None else f"{stage['staleness_mean']:.2f}"
+        micro_batch = "-" if stage["micro_batch"] is None else stage["micro_batch"]
+        where = stage["stage"], f"{stage['host']}:{stage['pid']}", stage["epoch"] + 1, stage["update"], micro_batch
+        speed, memory = f"{stage['images_per_second']:,.0f}", f"{stage['memory_bytes'] / 2**20:,.0f} MiB"
+        rows.append((*where, speed, f"{stage['busy_share']:.0%}", staleness, memory, now))
+    return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
+
+
+def _local(command: str, arguments: Sequence[str]) -> Path:
+    run_dir, _, _ = named_folder(command, arguments)
+    if not isinstance(run_dir, Path):
+        raise ConfigError(
+            f"{run_dir}: adl-dist {command} reaches a run through a socket; give the working folder of its rank 0, "
+            f"{tempfile.gettempdir()}/adl-dist-run-..., on the machine of that"
+        )
+    return run_dir
+
+
+def _summary_of_ended(run_dir: Path) -> dict[str, Any]:
+    """Return the summary of a run that has ended normally, or {}."""
+    summary = read_json(run_dir / "summary.json")
+    saved = layout.complete(run_dir / "checkpoints")
+    is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))
+    return summary if is_newest and not (run_dir / SOCKET).exists() else {}

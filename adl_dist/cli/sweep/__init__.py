@@ -1,1 +1,0 @@
-"""`adl-dist train --multirun`."""
