@@ -15,7 +15,8 @@ from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import LINKS, RECEIVES, TiedAction, is_of_groups, what_of
 from adl_dist.stage import Stage
 from adl_dist.stage.gradient_head import GradientHead
-from adl_dist.transport.channel import Receiver, Sender
+from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.process import ProcessReceiver, ProcessSender
 
 Batches = Generator[tuple[Batch, Batch], None, None]
 NO_TARGET = (None,)  # where there is no loss
@@ -57,8 +58,8 @@ class StageContext:
     """A stage with all that it touches during one segment."""
 
     stage: Stage  # the mathematics
-    receivers: dict[str, Receiver] = field(default_factory=dict)  # one for each kind that arrives; see ``LINKS``
-    senders: dict[str, Sender] = field(default_factory=dict)  # one for each kind that leaves
+    receivers: dict[str, LocalChannel | ProcessReceiver] = field(default_factory=dict)  # by kind; see ``LINKS``
+    senders: dict[str, LocalChannel | ProcessSender] = field(default_factory=dict)
     work: StageWork = field(default_factory=lambda: StageWork([], [], []))  # of this segment
     last_of_groups: frozenset[int] = frozenset()  # micro-batches whose backward completes the gradients of a group
     # On stage 0 only: the tensors of each micro-batch: its input, of which there are ``num_inputs``, its target, and
@@ -162,40 +163,27 @@ def step(action: Action, context: StageContext) -> None:
             _head_of(stage).learn(b, held.pop("grad"))
         case Op.UPDATE_HEAD:
             _head_of(stage).update()
-        case Op.SEND_NORM | Op.RECV_NORM | Op.SEND_TOTAL | Op.RECV_TOTAL:
-            _step_norm(action, context)
-        case _:
-            assert isinstance(action, TiedAction)
-            _step_tied(action, context)
-
-
-def _step_norm(action: Action, context: StageContext) -> None:
-    b, norm = action.number, context.stage.model_norm
-    assert norm is not None, "the schedule has these actions if stages clip by the norm of the model"
-    match action.op:
-        case Op.SEND_NORM:
-            context.senders["norm"].send(b, (norm.part(),))
-        case Op.RECV_NORM:
-            norm.take(context.receivers["norm"].recv(b)[0])
-        case Op.SEND_TOTAL:
-            context.senders["total"].send(b, (norm.whole().unsqueeze(0),))
-        case Op.RECV_TOTAL:
-            norm.total = context.receivers["total"].recv(b)[0][0]
-
-
-def _step_tied(action: TiedAction, context: StageContext) -> None:
-    tied = context.stage.ties[action.tie.number]
-    match action.op:
-        case Op.SEND_PART:
-            context.senders[what_of(action)].send(action.number, tied.part())
-        case Op.RECV_PART:
-            tied.add(context.receivers[what_of(action)].recv(action.number))
-        case Op.SEND_SUM:
-            context.senders[what_of(action)].send(action.number, tied.total())
-        case Op.RECV_SUM:
-            tied.take(context.receivers[what_of(action)].recv(action.number))
         case Op.UPDATE_TIED:
-            context.stage.update_tied(action.tie.number)
+            assert isinstance(action, TiedAction)
+            stage.update_tied(action.tie.number)
+        case _:
+            _exchange(action, context)
+
+
+def _exchange(action: Action, context: StageContext) -> None:
+    """Exchange parts of a group's gradients, or of their norm, and the total."""
+    stage, b, what = context.stage, action.number, what_of(action)
+    summed = stage.ties[action.tie.number] if isinstance(action, TiedAction) else stage.model_norm
+    assert summed is not None, "the schedule has these actions if stages clip by the norm of the model"
+    match action.op:
+        case Op.SEND_PART | Op.SEND_NORM:
+            context.senders[what].send(b, summed.part())
+        case Op.RECV_PART | Op.RECV_NORM:
+            summed.add(context.receivers[what].recv(b))
+        case Op.SEND_SUM | Op.SEND_TOTAL:
+            context.senders[what].send(b, summed.total())
+        case Op.RECV_SUM | Op.RECV_TOTAL:
+            summed.take(context.receivers[what].recv(b))
 
 
 def _head_of(stage: Stage) -> GradientHead:

@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,12 @@ def seed_streams(seed: int, device: torch.device = CPU) -> None:
 
 def seed_each(seeds: Mapping[str, int], device: torch.device = CPU) -> None:
     """Seed the streams among torch, python and numpy in ``seeds``."""
-    for name, seed in seeds.items():
-        if name == "torch":
-            seed_torch(seed, device)
-        else:
-            SEEDERS[name](seed)
+    if (seed := seeds.get("torch")) is not None:
+        seed_torch(seed, device)
+    if (seed := seeds.get("python")) is not None:
+        random.seed(seed)
+    if (seed := seeds.get("numpy")) is not None:
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # the legacy stream takes words of 32 bits
 
 
 def seed_torch(seed: int, device: torch.device = CPU) -> None:
@@ -32,14 +33,6 @@ def seed_torch(seed: int, device: torch.device = CPU) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def seed_numpy(seed: int) -> None:
-    """Seed numpy's legacy stream with a number below 2**64."""
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
-
-
-SEEDERS: dict[str, Callable[[int], None]] = {"python": random.seed, "numpy": seed_numpy}  # of the streams but torch's
 
 
 class Streams:

@@ -347,7 +347,7 @@ class Coordinator:
         self._metrics = {"validation_loss": loss}
         if self.totals.unit == TOKENS:
             self._metrics["validation_perplexity"] = value_of(PERPLEXITY, (loss, 1.0))
-        if "num_correct" in numbers and (num_classed := numbers.get("num_classed", num_samples)):
+        if num_classed := numbers.get("num_classed"):
             self._metrics["validation_accuracy"] = numbers["num_correct"] / num_classed
         self._metrics |= {f"validation_{name}": value for name, value in last.metrics.items()}
         for name, value in self._metrics.items():

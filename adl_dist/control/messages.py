@@ -113,7 +113,7 @@ class EvaluateResult:
     """The figures of the validation set; those of a loss are the last stage's."""
 
     stage: int
-    # num_samples; loss_sum over num_terms, or samples; num_correct, if there are classes, of num_classed, or samples;
+    # num_samples; loss_sum over num_terms, or samples; num_correct of num_classed, if there are classes;
     # first_bad, the first micro-batch whose loss is not finite, if those of others are
     numbers: Mapping[str, float]
     metrics: Mapping[str, float]  # the requested ones, by name

@@ -73,7 +73,7 @@ def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, s
         return
     numbers = stats.numbers()
     n = numbers["num_samples"]
-    num_terms, num_classed = numbers.get("num_terms", n), numbers.get("num_classed", n)
+    num_terms, num_classed = numbers.get("num_terms", n), numbers.get("num_classed", 0)
     if "gradient_norm" in numbers:
         yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
     if "prediction_error" in numbers:
@@ -92,6 +92,6 @@ def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, s
         measured = stats.sums(stage.metrics) if stage.metrics else {}
         for name, pair in measured.items():
             yield {"name": f"train/{name}", "value": value_of(name, pair), "num_targets": pair[1], "is_metric": True}
-        if "num_correct" in numbers and num_classed and "accuracy" not in measured:
-            more: Record = {"num_targets": num_classed} if "num_classed" in numbers else {}
+        if num_classed and "accuracy" not in measured:
+            more: Record = {"num_targets": num_classed} if num_classed != n else {}
             yield {"name": "train/accuracy", "value": numbers["num_correct"] / num_classed, **more}

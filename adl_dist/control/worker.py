@@ -53,8 +53,7 @@ from adl_dist.stage.loss import LossTerms, counted
 from adl_dist.stage.metrics import computed
 from adl_dist.stage.stats import value_of
 from adl_dist.streams import streams_kept
-from adl_dist.transport.channel import LocalChannel
-from adl_dist.transport.process import POSTED_AHEAD, ProcessSender
+from adl_dist.transport.process import POSTED_AHEAD
 
 
 @dataclass
@@ -170,7 +169,7 @@ class LocalWorker:
                         error=coder.relative_error(),
                     )
                     for what, sender in self.contexts[k].senders.items()
-                    if isinstance(sender, LocalChannel | ProcessSender) and (coder := sender.wire.coder) is not None
+                    if (coder := sender.wire.coder) is not None
                 ],
                 timeline=timelines[k],
             )

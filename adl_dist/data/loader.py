@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from adl_dist.batch import Structure, describe_structure, map_batch
-from adl_dist.data.collate import Pair, as_pair, collated, described, stacked
+from adl_dist.batch import map_batch
+from adl_dist.data.collate import Pair, as_pair, collated, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
 from adl_dist.data.own_code import own_code
 from adl_dist.data.rows import Take, rows_of
@@ -96,7 +95,6 @@ class Loader:
             )
         self.num_samples = check_dataset(dataset, name="the", min_samples=1, loading=loading)
         self.num_workers = num_workers  # processes that load; 0: the caller's own
-        self._structures: list[Structure] | None = None  # of the first input and target
         self._kept: DataLoader[Any] | None = None  # with persistent workers, once they have started
         self._tasks = list[Task]()  # of the present epoch; persistent workers read it
         # The cores of the process, because the thread that asks for batches may be bound to fewer.
@@ -127,9 +125,17 @@ class Loader:
         iterator = self._started(num_workers, self._tasks if keeps else tasks, keeps=keeps)
         is_usable = False
         try:
-            for loaded in _until_worker_ends(iterator) if num_workers else iterator:
-                yield self._checked(loaded)
+            for loaded in iterator:
+                if isinstance(loaded, DataError):
+                    raise loaded
+                # torch makes lists of tuples where it pins memory.
+                input_, target = (tuple(part) if isinstance(part, list) else part for part in loaded)
+                yield input_, target
             is_usable = True
+        except (RuntimeError, OSError) as error:
+            if num_workers:
+                raise _failed(error) from error
+            raise
         except GeneratorExit:
             is_usable = True  # torch's iterator drops the rest when it begins again
             raise
@@ -220,23 +226,6 @@ class Loader:
             persistent_workers=keeps,
         )
 
-    def _checked(self, micro_batch: "Pair | DataError") -> Pair:
-        """Return a micro-batch with the containers of the first; raise its error."""
-        if isinstance(micro_batch, DataError):
-            raise micro_batch
-        # torch makes lists of tuples where it pins memory.
-        input_, target = (tuple(part) if isinstance(part, list) else part for part in micro_batch)
-        structures = [tree_structure(input_), tree_structure(target)]
-        if self._structures is None:
-            self._structures = structures
-        if structures != self._structures:
-            expected = " and ".join(map(describe_structure, self._structures))
-            raise DataError(
-                f"a micro-batch is (input {described(input_)}, target {described(target)}), but those before were "
-                f"{expected}; let all samples have the same tuples, or dictionaries with the same keys"
-            )
-        return input_, target
-
 
 class _MicroBatches(Dataset["Pair | DataError"]):
     """Micro-batches by their tasks, loaded here or in a worker."""
@@ -306,14 +295,6 @@ def _worker_context() -> BaseContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
-
-
-def _until_worker_ends(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield from torch's iterator; DataError if a worker has ended."""
-    try:
-        yield from iterator
-    except (RuntimeError, OSError) as error:
-        raise _failed(error) from error
 
 
 def _failed(error: Exception) -> DataError:

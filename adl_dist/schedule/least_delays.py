@@ -12,7 +12,6 @@ from adl_dist.schedule.timing import Costs, time_per_update
 AS_FAST = 1.02  # of the time at full speed
 STEPS = 4  # per micro-batch's work: the round trip is lengthened by such steps for each hop
 LONGEST = 3 * STEPS  # the most steps tried
-PACES = 16  # steps by which the pace of a bounded search is varied
 SEARCHED = 6  # most stages for which lists are searched step by step; more would take minutes
 
 
@@ -43,16 +42,9 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
     # Deferred parts may have to be done before the update that the next forward waits for.
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K
 
-    def pipeline(delays: tuple[int, ...]) -> Pipeline:
-        return Pipeline(method.with_delays(delays), K)
-
     @cache
     def time(delays: tuple[int, ...]) -> float:
-        return time_per_update(pipeline(delays), costs)
-
-    @cache
-    def roughly(delays: tuple[int, ...]) -> float:
-        return time_per_update(pipeline(delays), costs, num_groups=2 * (delays[0] // M + 2))
+        return time_per_update(Pipeline(method.with_delays(delays), K), costs)
 
     def lengthened(number: int) -> tuple[int, ...]:
         """Return delays that are ``number`` steps longer per hop.
@@ -62,17 +54,12 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
         longer = [number * slowest / STEPS * (K - 1 - k) for k in range(K)]
         return _delays([sum(parts) for parts in zip(trips, last_parts, longer, strict=True)], slowest, most)
 
-    least, ample = _delays(trips, slowest, most), lengthened(LONGEST)
-    tried = [least, *map(lengthened, range(LONGEST)), ample]
-    fastest = time(ample)
+    least = _delays(trips, slowest, most)
+    tried = [least, *map(lengthened, range(LONGEST + 1))]
     if most is not None:  # bounded delays fall too slowly
-        pace = max(slowest, trips[0] / (most + 1))  # most + 1 micro-batches per round trip
-        fallen = [_delays(trips, pace * (1 + n / PACES), most) for n in range(-PACES // 4, PACES // 4)]
-        best = min([*tried, *fallen, *_evenly(most, K)], key=roughly)
-        if K <= SEARCHED and time(best) > AS_FAST * M * pace:
-            best = _descended(best, most, roughly)
-        tried.append(best)
-        fastest = time(best)
+        best = min([*tried, *_evenly(most, K)], key=time)
+        tried.append(_descended(best, most, time) if K <= SEARCHED else best)
+    fastest = time(tried[-1])
     allowed = AS_FAST * max(fastest, M * slowest)
     delays = next(delays for delays in tried if time(delays) <= allowed)
     for k in range(K - 1):  # shorten what is longer than needed, the largest delay first

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import is_dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass, tree_leaves, tree_unflatten
 
 from adl_dist.batch import Structure, Tensors, arguments_of
-from adl_dist.errors import DataError
-from adl_dist.seeds import stream_seed, stream_seeds
-from adl_dist.streams import SEEDERS, seed_torch
+from adl_dist.seeds import stream_seeds
+from adl_dist.streams import seed_each, seed_torch
 
 FORWARD, BACKWARD, BACKWARD_WEIGHT = "", "backward: ", "backward of weights: "  # parts, each with draws of its own
 SEEDS_AT_ONCE = 256
+# By stream. One seed for all would give numpy and Python the same numbers, because both are MT19937.
+PURPOSES = {"torch": "dropout", "python": "python", "numpy": "numpy"}
 # Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
 # Random numbers as without compilation, or dropout would draw others.
 COMPILED: dict[str, Any] = {"dynamic": False, "options": {"fallback_random": True}}
@@ -39,7 +40,7 @@ def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler 
     """
 
     def call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
-        args, kwargs = arguments_in(structure, acts)
+        args, kwargs = (acts, {}) if structure is None else arguments_of(tree_unflatten(acts, structure))
         if tape is not None:
             return module(*args, replay=tape, buffers=buffers)
         if buffers is None:
@@ -70,46 +71,6 @@ class Compiler:
         return torch.compile(FunctionType(code, call.__globals__, closure=call.__closure__), **COMPILED)
 
 
-def arguments_in(structure: Structure | None, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with ``acts``."""
-    return (acts, {}) if structure is None else arguments_of(tree_unflatten(acts, structure))
-
-
-def refuse_unknown_ids(module: nn.Module, acts: Tensors, structure: Structure | None, where: str) -> None:
-    """Raise DataError if an embedding has no row for an id in ``acts``.
-
-    The module has failed with an IndexError, which names neither the id nor the embedding, so it is called once more.
-    """
-    args, kwargs = arguments_in(structure, acts)
-
-    def look(name: str, rows: int, ids: Any) -> None:
-        if not isinstance(ids, Tensor) or not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < rows:
-            return
-        wrong = ids[(ids < 0) | (ids >= rows)].flatten()[0].item()
-        raise DataError(
-            f"{where}: the embedding '{name}' gets the id {wrong}, but has rows for 0 to {rows - 1} only; give data "
-            "with such ids, or a model with more rows"
-        )
-
-    hooks = [
-        part.register_forward_pre_hook(
-            partial(lambda name, part, given: look(name, part.num_embeddings, given[0]), name)
-        )
-        for name, part in (vars(module)["model"] if is_part(module) else module).named_modules()
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    ]
-    try:
-        with torch.no_grad():
-            module(*args, **kwargs)
-    except DataError:
-        raise
-    except Exception:
-        return  # something else failed
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def flatten_output(out: Any) -> Tensors:
     """Return the tensors in the output of a module.
 
@@ -136,16 +97,16 @@ def seed_update(seed: int, key: str, update: int, device: torch.device) -> None:
     seed_torch(_seed_at(update, seed, f"update of {key}"), device)
 
 
-def _seed_at(last: int, seed: int, purpose: str, *indices: int) -> int:
-    """Return ``stream_seed(seed, purpose, *indices, last)``."""
-    return _block_of_seeds(last // SEEDS_AT_ONCE, seed, purpose, *indices)[last % SEEDS_AT_ONCE]
+def _seed_at(last: int, *stream: Any) -> int:
+    """Return ``stream_seed(*stream, last)``."""
+    return _block_of_seeds(last // SEEDS_AT_ONCE, *stream)[last % SEEDS_AT_ONCE]
 
 
 @lru_cache(maxsize=2048)
-def _block_of_seeds(block: int, seed: int, purpose: str, *indices: int) -> list[int]:
+def _block_of_seeds(block: int, *stream: Any) -> list[int]:
     """Return ``SEEDS_AT_ONCE`` seeds."""
     last = range(block * SEEDS_AT_ONCE, (block + 1) * SEEDS_AT_ONCE)
-    seeds: list[int] = stream_seeds(seed, purpose, *indices, last=last).tolist()
+    seeds: list[int] = stream_seeds(*stream, last=last).tolist()
     return seeds
 
 
@@ -154,9 +115,7 @@ class RandomStreams:
 
     def __init__(self, seed: int, stage: int, draws: Collection[str] = ()) -> None:
         """Seed torch's stream, and those in ``draws``: ``python``, ``numpy``."""
-        self._seed, self._stage = seed, stage
-        # "dropout" is torch's. One seed for all would give numpy and Python the same numbers: both are MT19937.
-        self._purposes = ("dropout", *sorted(draws))
+        self._seed, self._stage, self._streams = seed, stage, ("torch", *sorted(draws))
         self.begin(0, first_micro_batch=0)
 
     def begin(self, epoch: int, *, first_micro_batch: int) -> None:
@@ -164,23 +123,15 @@ class RandomStreams:
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
 
     def seed_of(self, purpose: str, micro_batch: int) -> int:
-        """Return the seed of a stream for one micro-batch of the segment."""
-        return stream_seed(self._seed, purpose, self._epoch, self._stage, self._first_micro_batch + micro_batch)
+        """Return this stage's seed of a stream for one micro-batch of the segment."""
+        return _seed_at(self._first_micro_batch + micro_batch, self._seed, purpose, self._epoch, self._stage)
 
     def seeds_of(self, micro_batch: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the seeds of a forward: those common to all stages, and its own."""
         of_epoch = self._first_micro_batch + micro_batch
-        streams = {"torch": "dropout", "python": "python", "numpy": "numpy"}
-        common = {s: _seed_at(of_epoch, self._seed, f"common {purpose}", self._epoch) for s, purpose in streams.items()}
-        own = {s: _seed_at(of_epoch, self._seed, purpose, self._epoch, self._stage) for s, purpose in streams.items()}
-        return common, own
+        common = {s: _seed_at(of_epoch, self._seed, f"common {p}", self._epoch) for s, p in PURPOSES.items()}
+        return common, {stream: self.seed_of(purpose, micro_batch) for stream, purpose in PURPOSES.items()}
 
     def seed(self, micro_batch: int, device: torch.device, part: str = FORWARD) -> None:
         """Seed the streams for a ``part`` of the work on a micro-batch."""
-        of_epoch = self._first_micro_batch + micro_batch
-        for purpose in self._purposes:
-            seed = _seed_at(of_epoch, self._seed, f"{part}{purpose}", self._epoch, self._stage)
-            if purpose in SEEDERS:
-                SEEDERS[purpose](seed)
-            else:
-                seed_torch(seed, device)
+        seed_each({s: self.seed_of(f"{part}{PURPOSES[s]}", micro_batch) for s in self._streams}, device)

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
@@ -37,7 +37,6 @@ from adl_dist.losses import ModelLoss, TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
 from adl_dist.stage.calls import flatten_output, takes_gradient
 from adl_dist.stage.spec import LossFn, TrainSpec
-from adl_dist.streams import streams_kept
 
 IGNORED = -100  # what torch's losses ignore unless told otherwise
 KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}  # of F.cross_entropy and F.nll_loss
@@ -200,8 +199,8 @@ def counted(
 
 # What a loss of (sum, count) may count, as far as targets alone show it.
 COUNTS: dict[str, Callable[[Any], Any]] = {
-    "targets that are not -100": lambda t: (as_classes(t) != IGNORED).sum() if is_class_target(t) else None,
-    "elements of the targets": lambda target: target.numel() if isinstance(target, Tensor) else None,
+    "targets that are not -100": lambda target: sum((tensor != IGNORED).sum() for tensor in tensors_of(target)),
+    "elements of the targets": lambda target: sum(tensor.numel() for tensor in tensors_of(target)),
     "samples": num_samples,
 }
 
@@ -221,17 +220,16 @@ class SumCountLoss(nn.Module):
         """
         super().__init__()
         self.loss_fn, own = loss_fn, own_num_terms(loss_fn)
-        candidates = COUNTS if own is None else {"its num_terms": own}
-        found = {name: float(n) for name, counts in candidates.items() if (n := counts(target)) is not None}
-        for name, number in found.items():
-            if math.isclose(number, count, rel_tol=RELATIVE):
-                self.num_terms = candidates[name]
-                return
-        raise ConfigError(
-            f"the loss returns (sum, count) with count {count:g}, but the targets have as "
-            f"{', '.join(f'{name} {number:g}' for name, number in found.items())}: give the loss a num_terms(target), "
-            "the same count from the targets of a micro-batch (docs/own.md)"
-        )
+        counters = COUNTS if own is None else {"its num_terms": own}
+        found = {name: float(counter(target)) for name, counter in counters.items()}
+        fitting = [name for name, number in found.items() if math.isclose(number, count, rel_tol=RELATIVE)]
+        if not fitting:
+            raise ConfigError(
+                f"the loss returns (sum, count) with count {count:g}, but the targets have as "
+                f"{', '.join(f'{name} {number:g}' for name, number in found.items())}: give the loss a "
+                "num_terms(target), the same count from the targets of a micro-batch (docs/own.md)"
+            )
+        self.num_terms = counters[fitting[0]]
 
     def forward(self, out: Any, target: Batch, num_terms: float | None = None) -> Tensor:
         """Return the mean.
@@ -263,7 +261,6 @@ class StageLoss:
     Attributes:
         users_loss: the user's own loss.
         classes: the settings of torch's loss of classes, if it is one.
-        may_ignore: whether there may be targets that the loss ignores although samples are counted.
     """
 
     def __init__(
@@ -281,7 +278,6 @@ class StageLoss:
         self.users_loss = spec.loss_fn.loss_fn if isinstance(spec.loss_fn, SumCountLoss) else spec.loss_fn
         self._within = spec.precision.autocasting(device)
         self._may_write, self.classes = not is_known_mean(spec.loss_fn), class_loss(spec.loss_fn)
-        self.may_ignore = spec.loss_reduction == "batch"  # targets, of which nothing is counted
 
     def wanted(self, given: tuple[Tensor | None, ...]) -> tuple[Batch | None, float | None, float | None]:
         """Return target, weight and number of terms from the arguments."""
@@ -333,13 +329,17 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     versions = [tensor._version for tensor in outs]
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            # Torch's losses of numbers would pair every output [B, 1] with every target [B].
+            warnings.filterwarnings("error", message="Using a target size")
             loss: Any = loss_fn(out, target)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the user's own loss can raise anything
         way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
         shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
-        if class_loss(loss_fn) is not None and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
+        if isinstance(error, UserWarning):
+            way_out = "give both one shape: let the model return output.squeeze(1), or the dataset targets of its shape"
+        elif class_loss(loss_fn) and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {in_one_line(error)}; {way_out}"
@@ -347,40 +347,15 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     if [tensor._version for tensor in outs] != versions:  # then hits would be counted in what it has written
         raise ConfigError(f"stage {stage}: the loss writes to the model's output; let it compute with a copy")
     if isinstance(loss, Tensor) and not loss.ndim:
-        if _pairs_all(loss_fn, out, target):
-            both = (out, *tensors_of(target))
-            named = [str(["B", *tensor.shape[1:]]).replace("'", "") for tensor in both]
-            raise ConfigError(
-                f"stage {stage}: the model returns {named[0]}, but the targets are {named[1]}, and the loss pairs "
-                "every output with every target (broadcasting); give both one shape: let the model return "
-                "output.squeeze(1), or the dataset targets of the model's shape"
-            )
         return loss
-    parts = loss if isinstance(loss, tuple | list) else [loss]
+    parts = loss if isinstance(loss, tuple | list) else ()
     if len(parts) == 2 and all(getattr(part, "ndim", 0) == 0 and hasattr(part, "__float__") for part in parts):
         raise ReturnsSumError(float(parts[1]), map_batch(Tensor.cpu, target))
-    names = [f"a {type(part).__name__}{[*getattr(part, 'shape', ())] or ''}" for part in parts]
-    found = "None" if loss is None else ", ".join(names)
+    found = "None" if loss is None else f"a {type(loss).__name__}{[*getattr(loss, 'shape', ())] or ''}"
     raise ConfigError(
         f"stage {stage}: the loss returned {found} for {got}; expected a tensor of one number, the mean "
         "over the samples, not .item() of it, or (sum, count)"
     )
-
-
-def _pairs_all(loss_fn: LossFn, out: Any, target: Any) -> bool:
-    """Return whether a loss broadcasts numbers [B, 1] and [B].
-
-    Such a loss changes with the shape of the output.
-    """
-    are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
-    if not are_numbers or len(target) < 2 or out.shape == target.shape or out.numel() != target.numel():
-        return False
-    losses = []
-    with torch.no_grad(), streams_kept(), warnings.catch_warnings(action="ignore"), suppress(Exception):
-        for shape in (out.shape, target.shape):
-            torch.default_generator.manual_seed(0)  # a loss may draw, and write to both
-            losses.append(loss_fn(out.clone().view(shape), target.clone()))
-    return len(losses) == 2 and not torch.allclose(losses[0], losses[1])  # it may take one shape only
 
 
 def check_is_mean(

@@ -1,7 +1,9 @@
 """Metrics of the last stage's outputs, each as a sum and a count."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +14,9 @@ from adl_dist.batch import as_classes, device_of, logits_of
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.stage.loss import ClassLoss
 
-TAKEN = (
-    "loss",
-    "learning_rate",
-    "skipped_updates",
-    "samples_per_second",
-    "tokens_per_second",
-)  # names of other figures
+TAKEN = {"loss", "learning_rate", "skipped_updates", "samples_per_second", "tokens_per_second"}  # names of figures
 PERPLEXITY = "perplexity"
+TOP = {"accuracy": 1, "top5": 5}  # by name, the number of largest outputs among which a target is right
 
 
 @dataclass(frozen=True)
@@ -65,56 +62,48 @@ def metrics_of(wanted: Sequence[str | Callable[[Any, Any], Any]], classes: Class
 
 
 def _metric(wanted: Any, classes: ClassLoss | None) -> Metric:
+    if callable(wanted):
+        name = getattr(wanted, "__name__", type(wanted).__name__)
+        return Metric(name, None, wanted) if isinstance(wanted, EpochMetric) else Metric(name, wanted)
     if wanted == PERPLEXITY:
         return Metric(PERPLEXITY, None)
-    if isinstance(wanted, str):
-        top = {"accuracy": 1, "top5": 5}
-        if wanted not in top:
-            raise ConfigError(f"metrics: there is no '{wanted}'; use accuracy, top5, perplexity, or a callable")
-        return Metric(wanted, lambda out, target: hits(out, target, classes, top=top[wanted]))
-    if not callable(wanted):
-        raise ConfigError(f"metrics: expected a name or a callable of (output, target), got {type(wanted).__name__}")
-    name = getattr(wanted, "__name__", type(wanted).__name__)
-    return Metric(name, None, wanted) if isinstance(wanted, EpochMetric) else Metric(name, wanted)
+    if isinstance(wanted, str) and wanted in TOP:
+        return Metric(wanted, partial(_rate, classes=classes, top=TOP[wanted]))
+    raise ConfigError(
+        f"metrics: there is no {wanted!r}; use accuracy, top5, perplexity, or a callable of (output, target)"
+    )
 
 
-def hits(out: Any, target: Any, classes: ClassLoss | None, *, top: int) -> tuple[Tensor, Tensor]:
+def _rate(out: Any, target: Any, *, classes: ClassLoss | None, top: int) -> tuple[Tensor, Tensor]:
+    """Return :func:`hits`, or raise ConfigError without classes."""
+    logits = logits_of(out)
+    if (found := hits(logits, target, classes, top=top)) is not None:
+        return found
+    shapes = [list(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (logits, target)]
+    raise ConfigError(
+        "metrics: accuracy and top5 need outputs [B, classes, ...] or [B, ..., classes] for targets [B, ...] of whole "
+        f"numbers, or soft ones of the shape of the outputs, got {shapes[0]} and {shapes[1]}"
+    )
+
+
+def hits(out: Tensor | None, target: Any, classes: ClassLoss | None, *, top: int = 1) -> tuple[Tensor, Tensor] | None:
     """Return (number of targets in the ``top`` outputs, number of targets).
 
-    Classes are the second dimension of outputs for torch's own losses, [B, C, ...]; for another loss they are the last
-    one if that fits to targets [B, ...], else the second. Targets that the loss ignores, or that are no class, are not
-    counted.
-
-    Raises:
-        ConfigError: If outputs and targets are not of classes.
+    None if outputs and targets are not of classes. Classes are the second dimension of outputs for torch's own losses,
+    [B, C, ...]; for another loss they are the last one if that fits to targets [B, ...], else the second. Of soft
+    targets, of the shape of the outputs, the likeliest class counts. Targets that the loss ignores, or that are no
+    class, are not counted.
     """
-    out = logits_of(out)
-    target = hard(target, out)
-    if out is None or not isinstance(target, Tensor) or target.is_floating_point():
-        raise ConfigError(
-            "metrics: accuracy and top5 need a tensor of outputs, and targets of whole numbers, or soft ones of the "
-            "shape of the outputs"
-        )
+    if out is None or not isinstance(target, Tensor):
+        return None
+    if target.is_floating_point() and target.ndim > 1 and target.shape == out.shape:
+        target = target.argmax(dim=1)
+    if target.is_floating_point() or out.ndim != target.ndim + 1:
+        return None
     is_last = (classes is None or not classes.is_torchs_own or classes.dim == -1) and out.shape[:-1] == target.shape
-    if out.ndim != target.ndim + 1 or not (is_last or out.shape[2:] == target.shape[1:]):
-        raise ConfigError(
-            f"metrics: accuracy and top5 need outputs [B, classes, ...] or [B, ..., classes] for targets [B, ...], got "
-            f"{list(out.shape)} and {list(target.shape)}"
-        )
-    return hits_along(-1 if is_last else 1, out, target, classes, top=top)
-
-
-def hard(target: Any, out: Tensor | None) -> Any:
-    """Return the likeliest classes of soft targets, of the shape of ``out``."""
-    if out is None or not isinstance(target, Tensor) or not target.is_floating_point() or target.ndim < 2:
-        return target
-    return target.argmax(dim=1) if target.shape == out.shape else target
-
-
-def hits_along(
-    dim: int, out: Tensor, target: Tensor, classes: ClassLoss | None, *, top: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return :func:`hits` of outputs with the classes in dimension ``dim``."""
+    if not is_last and out.shape[2:] != target.shape[1:]:
+        return None
+    dim = -1 if is_last else 1
     target, num_classes = as_classes(target), out.shape[dim]
     counts = (target >= 0) & (target < num_classes)  # what is no class can only be ignored
     if classes is not None:
@@ -126,6 +115,7 @@ def hits_along(
     return (right & counts).sum(), counts.sum()
 
 
+@torch.no_grad()
 def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
     """Return (sum, count), float64[2], of each measured metric.
 
@@ -133,23 +123,12 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
         ConfigError: If a metric fails, or does not return two numbers.
     """
     found = []
-    with torch.no_grad():
-        for metric in metrics:
-            if metric.measure is None:
-                continue
-            try:
-                total, count = metric.measure(out, target)
-                pair = [
-                    torch.as_tensor(number, dtype=torch.float64, device=device_of(target)) for number in (total, count)
-                ]
-                found.append(torch.stack(pair).detach())
-            except ConfigError:
-                raise
-            except Exception as error:  # the user's own callable
-                raise ConfigError(
-                    f"metrics: {metric.name} fails: {in_one_line(error)}; it is "
-                    "given (output, target) of a micro-batch and returns two numbers, (sum, count)"
-                ) from error
+    for metric in metrics:
+        if metric.measure is None:
+            continue
+        with _users_own(metric, "(output, target) of a micro-batch and returns two numbers, (sum, count)"):
+            total, count = (torch.as_tensor(number, dtype=torch.float64) for number in metric.measure(out, target))
+            found.append(torch.stack([total.to(device_of(target)), count.to(device_of(target))]))
     return found
 
 
@@ -168,12 +147,19 @@ def computed(metrics: Sequence[Metric], parts: Sequence[tuple[Any, Any]]) -> dic
     found = {}
     for metric in metrics:
         assert metric.compute is not None
-        try:
+        wants = "(outputs, targets) of the whole validation, which must have one length, and returns a number"
+        with _users_own(metric, wants):
             outputs, targets = (tree_map(joined, *column) for column in zip(*parts, strict=True))
             found[metric.name] = float(metric.compute(outputs, targets))
-        except Exception as error:  # the user's own callable
-            raise ConfigError(
-                f"metrics: {metric.name} fails: {in_one_line(error)}; it is given "
-                "(outputs, targets) of the whole validation, which must have one length, and returns a number"
-            ) from error
     return found
+
+
+@contextmanager
+def _users_own(metric: Metric, given: str) -> Iterator[None]:
+    """Raise ConfigError for any error of a metric, which is ``given`` these."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"metrics: {metric.name} fails: {in_one_line(error)}; it is given {given}") from error

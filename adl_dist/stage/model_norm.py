@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from adl_dist.batch import Tensors
 from adl_dist.stage.stats import norms_of
 from adl_dist.stage.tied import TiedWeights
 
@@ -21,7 +22,6 @@ class ModelNorm:
 
     Attributes:
         norms: [1, parameters of the model], the norms that are known here of the group that is complete.
-        total: their norm over the whole model; None until it is known.
     """
 
     def __init__(
@@ -48,26 +48,34 @@ class ModelNorm:
     def begin(self, parameters: Sequence[nn.Parameter], norms: Iterable[Tensor]) -> None:
         """Begin a group, with the ``norms`` of the gradients of ``parameters``."""
         self.norms = self._vector(parameters, norms)
-        self.total: Tensor | None = None
+        self._whole: Tensor | None = None
 
-    def take(self, norms: Tensor) -> None:
+    def add(self, part: Tensors) -> None:
         """Add the norms of other tensors, like those from downstream."""
-        self.norms = torch.maximum(self.norms, norms)  # of which one is MISSING; NaN stays
+        self.norms = torch.maximum(self.norms, part[0])  # of which one is MISSING; NaN stays
 
-    def part(self) -> Tensor:
+    def part(self) -> Tensors:
         """Return the norms of this stage and those downstream."""
         for tie in self._ties:
-            self.take(self._vector([p for _, p in tie.named_parameters()], norms_of(tie.total())))
-        return self.norms
+            self.add((self._vector([p for _, p in tie.named_parameters()], norms_of(tie.total())),))
+        return (self.norms,)
 
     def whole(self) -> Tensor:
         """Return the norm of the whole gradient, which stage 0 computes."""
-        if self.total is None:
-            (norms,) = self.part()
+        if self._whole is None:
+            (norms,) = self.part()[0]
             # Places matter to the rounding. A GPU would have to be waited for, so there zeros stay in between.
             norms = norms.clamp(min=0.0) if norms.is_cuda else norms[norms != MISSING]
-            self.total = torch.linalg.vector_norm(norms)
-        return self.total
+            self._whole = torch.linalg.vector_norm(norms)
+        return self._whole
+
+    def total(self) -> Tensors:
+        """Return the norm of the whole gradient, [1], for other stages."""
+        return (self.whole().unsqueeze(0),)
+
+    def take(self, total: Tensors) -> None:
+        """Store the norm of the whole gradient from stage 0."""
+        self._whole = total[0][0]
 
     def _vector(self, parameters: Sequence[nn.Parameter], norms: Iterable[Tensor]) -> Tensor:
         vector = list(self._missing)

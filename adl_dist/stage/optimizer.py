@@ -46,8 +46,6 @@ def stage_optimizer(
         raise ConfigError(
             f"{where}: optimizer must return a torch.optim.Optimizer, got {type(made).__name__}; {expected}"
         )
-    if isinstance(made, torch.optim.LBFGS):
-        raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
     if any(
         p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(made.step).parameters.values()
     ):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
+from operator import gt
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adl_dist.batch import Batch, Tensors, logits_of, map_tensors, move_batch
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import ConfigError, DataError, PartitionError, in_one_line, place_of
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
     BACKWARD,
@@ -23,7 +24,6 @@ from adl_dist.stage.calls import (
     call_of,
     flatten_output,
     is_part,
-    refuse_unknown_ids,
     takes_gradient,
 )
 from adl_dist.stage.deferred import DeferredGrad, DeferredGradients
@@ -129,9 +129,9 @@ class Stage(Learner):
         self.loss: StageLoss | None = None
         if self.is_last or self._trained is not module:
             self.loss = StageLoss(spec, info.target, None if self.is_last else head, device)
-        wanted = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
-        self.metrics = [metric for metric in wanted if metric.compute is None]
-        self.epoch_metrics = [metric for metric in wanted if metric.compute is not None]
+        metrics = metrics_of(spec.metrics, self.loss.classes) if self.is_last and self.loss is not None else []
+        self.metrics = [metric for metric in metrics if metric.compute is None]
+        self.epoch_metrics = [metric for metric in metrics if metric.compute is not None]
         self._init_call(spec, compiler)
         self._set_mode(training=True)
 
@@ -203,15 +203,15 @@ class Stage(Learner):
         return (self, *self.ties.values()) if self.gradient_head is None else (self, self.gradient_head)
 
     @property
-    def averages(self) -> "list[WeightAverage]":
+    def averages(self) -> list[WeightAverage]:
         """The moving averages of all that the stage trains, tied weights included."""
         return [one for one in (self.average, *(tie.average for tie in self.ties.values())) if one is not None]
 
     @property
-    def averages_to_save(self) -> "list[WeightAverage]":
+    def averages_to_save(self) -> list[WeightAverage]:
         """The averages that no other stage saves; the first one saves tied ones."""
-        own = self.average, *(tie.average for tie in self.ties.values() if tie.is_first)
-        return [one for one in own if one is not None]
+        others = [tie.average for tie in self.ties.values() if not tie.is_first]
+        return [one for one in self.averages if one not in others]
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) by the uncut model's names.
@@ -368,8 +368,7 @@ class Stage(Learner):
         if self.loss is not None and kept.output_and_loss is not None:
             assert kept.target is not None
             out, loss = kept.output_and_loss
-            classes, may_ignore = self.loss.classes, self.loss.may_ignore
-            self.tally.score(out, kept.target, loss, kept.num_terms, classes, may_ignore=may_ignore)
+            self.tally.score(out, kept.target, loss, kept.num_terms, self.loss.classes)
             if kept.measured:
                 self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
@@ -505,8 +504,7 @@ class Stage(Learner):
         if self.epoch_metrics:
             both = map_tensors(lambda tensor: tensor.detach().to(CPU, copy=True), (out, target))
             self.tally.outputs.append(both)
-        loss, classes = self.loss(out, target, num_terms), self.loss.classes
-        self.tally.score(logits_of(outs), target, loss, num_terms, classes, may_ignore=self.loss.may_ignore)
+        self.tally.score(logits_of(outs), target, self.loss(out, target, num_terms), num_terms, self.loss.classes)
         return ()
 
     def _set_mode(self, *, training: bool) -> None:
@@ -526,12 +524,12 @@ class Stage(Learner):
         return policy.forward_weights(version) if forward else policy.weights_of(version)
 
     def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None, tape: Any = None) -> Any:
-        with self._within():
-            try:
+        try:
+            with self._within():
                 return self._call_module(acts, buffers, tape)
-            except IndexError:  # torch's own text names nothing
-                refuse_unknown_ids(self.module, acts, self._info.inputs, self.where)
-                raise
+        except IndexError as error:  # most often of an embedding
+            said = f"{self.where}: {in_one_line(error)}{place_of(error)}"
+            raise DataError(f"{said}; has the embedding, if it is one, a row for each id in the data?") from error
 
     def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:
         """Return the output as the loss takes it: one tensor without its tuple."""
@@ -542,12 +540,9 @@ class Stage(Learner):
         ends: Iterable[Tensor] = outs
         if self.loss is None:
             needs, gets = self._info.out_needs_grad, self._info.out_gets_grad
-            if needs is not None and len(needs) != len(outs):
-                raise self._unlike_trial(f"{len(outs)} tensors leave, not {len(needs)},", micro_batch)
-            if needs is not None and not all(needs):
-                for place, (out, need) in enumerate(zip(outs, needs, strict=True)):
-                    if out.requires_grad and not need:
-                        raise self._unlike_trial(f"output {place} of {len(outs)} takes part in training", micro_batch)
+            takes = [out.requires_grad for out in outs]
+            if needs is not None and (len(takes) != len(needs) or any(map(gt, takes, needs))):
+                raise self._unlike_trial("leave it", takes, needs, micro_batch)
             ends = filter(takes_gradient, outs) if gets is None else compress(outs, gets)
         return tuple([get_gradient_edge(out) if out.requires_grad else None for out in ends])
 
@@ -557,15 +552,13 @@ class Stage(Learner):
         if gets is None:
             gets = [act.requires_grad for act in acts]
         grads = [act.grad for act in acts]
-        if True in (unlike := [(grad is not None) != get for grad, get in zip(grads, gets, strict=True)]):
-            place = unlike.index(True)
-            got = "got no gradient" if gets[place] else "got a gradient"
-            raise self._unlike_trial(f"input {place} of {len(acts)} {got}", micro_batch)
+        if (got := [grad is not None for grad in grads]) != [*gets]:
+            raise self._unlike_trial("reach it", got, gets, micro_batch)
         return tuple([grad for grad in grads if grad is not None])
 
-    def _unlike_trial(self, what: str, micro_batch: int) -> PartitionError:
+    def _unlike_trial(self, how: str, found: Sequence[bool], was: Sequence[bool], micro_batch: int) -> PartitionError:
         return PartitionError(
-            f"stage {self.index}: {what} in micro-batch {micro_batch}, unlike in the trial at the start, where stages "
-            "agreed on the gradients that they send; what crosses a cut must be used alike in every micro-batch: cut "
-            "elsewhere"
+            f"stage {self.index}: of the tensors that {how} in micro-batch {micro_batch}, {[*found]} take a gradient, "
+            f"but {[*was]} did in the trial at the start; what crosses a cut must be used alike in every micro-batch: "
+            "cut elsewhere"
         )

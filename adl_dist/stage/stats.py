@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adl_dist.batch import Batch, is_class_target, num_samples
 from adl_dist.stage.loss import ClassLoss
-from adl_dist.stage.metrics import PERPLEXITY, Metric, hard, hits_along
+from adl_dist.stage.metrics import PERPLEXITY, Metric, hits
 
 MOST_LOSS = 700.0  # of which the exponential is still a number
 
@@ -23,31 +23,29 @@ class StepStats:
         staleness: updates between forward and update, one entry per backward.
         sizes: samples of each micro-batch that was scored.
         losses: the mean loss of each of these micro-batches; none where there is no loss.
-        hits: the number of right predictions (argmax) in each of them; none if the task has no classes.
+        num_terms: the number of terms that each of these losses averages over; empty if that is its samples.
+        hits: (right predictions, targets), int64[2], in each of them; none if the task has no classes.
         measured: (sum, count), float64[2], of each metric, for each of them; empty without metrics.
         outputs: output and target of each of them, on the CPU, in an evaluation with epoch metrics.
-        num_terms: the number of terms that each of these losses averages over; empty if that is its samples.
-        num_classed: the number of targets in each of them that are classes; empty if all are.
+        predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the last update.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
+        gradient_of: the name of the gradient with this norm, for errors.
         model_norm: 2-norm of the whole model's gradient, if the gradient is clipped by it.
         skipped: the reason if the update is skipped, otherwise None.
-        gradient_of: the name of the gradient with this norm, for errors.
         learning_rate: the learning rate of the update; None before the update, and without parameters.
-        predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the last update.
     """
 
     staleness: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    num_terms: list[float] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
     measured: list[Sequence[Tensor]] = field(default_factory=list)
     outputs: list[tuple[Any, Batch]] = field(default_factory=list)
-    num_terms: list[float] = field(default_factory=list)
-    num_classed: list[Tensor] = field(default_factory=list)
     predictions: list[Tensor] = field(default_factory=list)
     gradient_norm: Tensor | None = None
-    model_norm: Tensor | None = None
     gradient_of: str = "the gradient"
+    model_norm: Tensor | None = None
     skipped: str | None = None
     learning_rate: float | None = None
     _fetched: torch.cuda.Event | None = None
@@ -59,8 +57,6 @@ class StepStats:
         loss: Tensor,
         num_terms: float | None = None,
         classes: ClassLoss | None = None,
-        *,
-        may_ignore: bool = False,
     ) -> None:
         """Add one micro-batch, without a host synchronisation.
 
@@ -69,29 +65,17 @@ class StepStats:
             target: The targets; whole numbers are taken for classes.
             loss: The mean loss over ``num_terms``.
             num_terms: The number of terms in that mean; if None, it is over the samples.
-            classes: The settings of torch's loss of classes. Only with these may a sample have several targets,
-                [B, ...], of outputs [B, C, ...], or [B, ..., C] if they say so.
-            may_ignore: Whether targets that the loss ignores are there although samples are counted.
+            classes: The settings of torch's loss of classes. Only with these may a sample have several targets, or
+                soft ones.
         """
         self.sizes.append(num_samples(target))
         self.losses.append(loss.detach())
         if num_terms is not None:
             self.num_terms.append(num_terms)
-        if classes is not None:
-            target = hard(target, out)
-        if out is None or not is_class_target(target):
-            return
-        assert isinstance(target, Tensor)
-        if out.ndim != target.ndim + 1:
-            return
-        if num_terms is None and not may_ignore:
-            if target.ndim == 1:
-                self.hits.append((out.detach().argmax(dim=1) == target).sum())
-        elif target.ndim == 1 or (classes is not None and classes.is_torchs_own):
-            dim = 1 if classes is None else classes.dim
-            right, counted = hits_along(dim, out.detach(), target, classes)
-            self.hits.append(right)
-            self.num_classed.append(counted)
+        is_torchs = classes is not None and classes.is_torchs_own
+        if is_torchs or (is_class_target(target) and isinstance(target, Tensor) and target.ndim == 1):
+            found = hits(None if out is None else out.detach(), target, classes)
+            self.hits += [] if found is None else [torch.stack(found)]
 
     def fetch(self, arrived: Sequence[Tensor] = ()) -> bool:
         """Start to copy the figures off a GPU; return False on a CPU.
@@ -101,8 +85,8 @@ class StepStats:
         norms = [] if self.gradient_norm is None else [self.gradient_norm]
         if not any(number.is_cuda for number in (*self.losses[:1], *self.predictions[:1], *norms, *arrived[:1])):
             return False
-        figures = self.losses, self.hits, self.num_classed, self.predictions, norms
-        self.losses, self.hits, self.num_classed, self.predictions, norms = (_underway(alike) for alike in figures)
+        figures = self.losses, self.hits, self.predictions, norms
+        self.losses, self.hits, self.predictions, norms = (_underway(alike) for alike in figures)
         self.measured = [_underway(list(pairs)) for pairs in self.measured]
         self.gradient_norm = norms[0] if norms else None
         self._fetched = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
@@ -118,7 +102,7 @@ class StepStats:
     def numbers(self) -> dict[str, float | int]:
         """Return the figures that exist as plain numbers, by name.
 
-        The loss sum is over ``num_terms``, hits are among ``num_classed``; without these, both are over the samples.
+        The loss sum is over ``num_terms``, or over the samples without these; hits are among ``num_classed``.
         """
         if self._fetched is None:
             self.fetch()
@@ -136,9 +120,7 @@ class StepStats:
         if self.num_terms:
             numbers["num_terms"] = math.fsum(self.num_terms)
         if self.hits:
-            numbers["num_correct"] = sum(map(int, self.hits))
-        if self.num_classed:
-            numbers["num_classed"] = sum(map(int, self.num_classed))
+            numbers["num_correct"], numbers["num_classed"] = torch.stack(self.hits).sum(dim=0).tolist()
         if self.gradient_norm is not None:
             numbers["gradient_norm"] = float(self.gradient_norm)
         if self.predictions:
@@ -150,17 +132,14 @@ class StepStats:
     def sums(self, metrics: Sequence[Metric]) -> dict[str, tuple[float, float]]:
         """Return (sum, count) of each of ``metrics`` that counted, by name."""
         numbers = self.numbers()
+        of_loss = float(numbers.get("loss_sum", 0.0)), float(numbers.get("num_terms", numbers["num_samples"]))
         columns = iter([*zip(*self.measured, strict=True)])
         found: dict[str, tuple[float, float]] = {}
         for metric in metrics:
-            if metric.measure is None:
-                pair = (float(numbers.get("loss_sum", 0.0)), float(numbers.get("num_terms", numbers["num_samples"])))
-            else:
-                totals, counts = zip(*(one.tolist() for one in next(columns, ())), strict=True)
-                pair = (math.fsum(totals), math.fsum(counts))
-            if pair[1]:
-                found[metric.name] = pair
-        return found
+            pairs = [of_loss] if metric.measure is None else [pair.tolist() for pair in next(columns)]
+            totals, counts = zip(*pairs, strict=True)
+            found[metric.name] = math.fsum(totals), math.fsum(counts)
+        return {name: pair for name, pair in found.items() if pair[1]}
 
 
 def value_of(name: str, pair: tuple[float, float]) -> float:

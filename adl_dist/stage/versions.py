@@ -5,9 +5,10 @@ are. The Parameter must also stay: an optimizer, a user's list, a hook or anothe
 the present weights there. So only the inside of the Python object is exchanged, torch's TensorImpl: memory,
 gradient, and the place where autograd adds to it.
 
-    older = start_version(parameters)   # the Parameters now hold copies; graphs in flight refer to ``older``
-    loss.backward()                     # of a graph built before: adds to the ``.grad`` of ``older``
-    with Exchange(parameters).swapped(older):  # the Parameters are as when that graph was built, gradients too
+    exchange = Exchange(parameters)
+    older = exchange.start_version()  # the Parameters now hold copies; graphs in flight refer to ``older``
+    loss.backward()                   # of a graph built before: adds to the ``.grad`` of ``older``
+    with exchange.swapped(older):     # the Parameters are as when that graph was built, gradients too
         ...
 """
 
@@ -19,34 +20,6 @@ from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.memory import has_plain_memory, span
-
-
-def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-    """Exchange memory, gradient and graph node of pairs of tensors.
-
-    The Python objects keep their identity, type and attributes.
-    """
-    # A private call. The public torch.utils.swap_tensors refuses a tensor that a graph refers to, which is what this is
-    # for, and would exchange type and attributes as well. ``.data`` is no way: graphs would see the new values.
-    for one, other in zip(parameters, others, strict=True):
-        torch._C._swap_tensor_impl(one, other)
-
-
-def start_version(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Put copies into ``parameters``, and return the older version.
-
-    Graphs built before refer to the older version, and their backward adds gradients to it. Its gradients so far have
-    moved to ``parameters``; hooks are called for both, and removed from both. To undo it: :func:`swap` the two.
-    """
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        copies = [torch.empty_like(p) for p in parameters]
-        if copies:
-            torch._foreach_copy_(copies, tuple(parameters))
-        older = [like_parameter(p, copy) for p, copy in zip(parameters, copies, strict=True)]
-        for p, other in zip(parameters, older, strict=True):
-            other.grad, p.grad = p.grad, None
-    swap(parameters, older)
-    return older
 
 
 class Exchange:
@@ -70,9 +43,19 @@ class Exchange:
         ]
 
     def start_version(self) -> list[nn.Parameter]:
-        """Put copies into the parameters, and return the older version."""
-        older = start_version(self.parameters)
-        self._tell()
+        """Put copies into the parameters, and return the older version.
+
+        Graphs built before refer to the older version, and their backward adds gradients to it. Its gradients so far
+        have moved to the parameters; hooks are called for both, and removed from both. To undo it: :meth:`swap`.
+        """
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            copies = [torch.empty_like(p) for p in self.parameters]
+            if copies:
+                torch._foreach_copy_(copies, tuple(self.parameters))
+            older = self.versions_of(copies)
+            for p, other in zip(self.parameters, older, strict=True):
+                other.grad, p.grad = p.grad, None
+        self.swap(older)
         return older
 
     def versions_of(self, weights: Sequence[Tensor]) -> list[nn.Parameter]:
@@ -80,9 +63,17 @@ class Exchange:
         return [like_parameter(p, other) for p, other in zip(self.parameters, weights, strict=True)]
 
     def swap(self, others: Sequence[Tensor]) -> None:
-        """Exchange weights and gradients with those of ``others``."""
-        swap(self.parameters, others)
-        self._tell()
+        """Exchange memory, gradient and graph node with those of ``others``.
+
+        The Python objects keep their identity, type and attributes.
+        """
+        # A private call. The public torch.utils.swap_tensors refuses a tensor that a graph refers to, which is what
+        # this is for, and would exchange type and attributes as well. ``.data`` is no way: graphs would see the new
+        # values.
+        for one, other in zip(self.parameters, others, strict=True):
+            torch._C._swap_tensor_impl(one, other)
+        for owner, name, parameter in self._scripted:
+            setattr(owner, name, parameter)
 
     @contextmanager
     def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
@@ -92,10 +83,6 @@ class Exchange:
             yield
         finally:
             self.swap(others)
-
-    def _tell(self) -> None:
-        for owner, name, parameter in self._scripted:
-            setattr(owner, name, parameter)
 
 
 def check_versions(module: nn.Module, where: str) -> None:
@@ -130,8 +117,8 @@ def _why_unversionable(parameter: nn.Parameter) -> str | None:
         return "its memory is not at one address"
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            swap([parameter], others := [like_parameter(parameter, parameter.detach())])
-            swap([parameter], others)
+            Exchange([parameter]).swap(others := [like_parameter(parameter, parameter.detach())])
+            Exchange([parameter]).swap(others)
             return None
     except (RuntimeError, TypeError) as error:
         return in_one_line(error)

@@ -24,30 +24,24 @@ NEWEST: AbstractContextManager[None] = nullcontext()
 
 
 class _Policy:
-    """The common part of all policies: the optimizer and the mitigation."""
+    """The common part of all policies: the optimizer and the mitigation.
 
-    forwards_ahead = False  # whether a forward sees other weights than the newest even of the newest version
+    Attributes:
+        forwards_ahead: whether a forward sees other weights than the newest even of the newest version.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None, ahead: Ahead | None = None
+    ) -> None:
         """Take the ``optimizer``, or None if others step; see :meth:`in_place`."""
-        self._optimizer, self._mitigation = optimizer, mitigation
+        self._optimizer, self._mitigation, self._ahead = optimizer, mitigation, ahead
+        self.forwards_ahead = ahead is not None
 
     def gather(self) -> list[nn.Parameter]:
         """Return the parameters of the next step, with complete gradients."""
         if self._optimizer is None:
             return []
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def forget(self) -> None:
-        """Drop older versions, once no micro-batch is in flight."""
-
-    def weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Put ``version`` into the module in the block, if an older copy is kept."""
-        return NEWEST
-
-    def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Put a forward's weights in ``version`` into the module in the block."""
-        return self.weights_of(version)
 
     def in_place(self) -> AbstractContextManager[None]:
         """Return the context of a step of a different optimizer."""
@@ -60,64 +54,66 @@ class _Policy:
             self._optimizer.step() if self._mitigation is None else self._mitigation.step()
         self._optimizer.zero_grad()
 
+    def _weights_ahead(self, parameters: Sequence[nn.Parameter], version: int) -> list[Tensor]:
+        """Return each parameter's predicted weights, or a copy of the present."""
+        assert self._ahead is not None
+        predicted = self._ahead(version)
+        return [predicted[p] if p in predicted else p.detach().clone() for p in parameters]
+
 
 class Latest(_Policy):
     """The present weights over old activations: PACI, and the authors' code.
 
     The weights change under the graphs in flight on purpose. The gradient is then exact for the topmost
     weights of a stage only; below, it mixes old activations with new weights.
+
+    Weights ahead are written into the memory of the parameters for each forward, and the present ones back afterwards,
+    so that graphs refer to that memory. That keeps two copies of the weights.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mitigation: Mitigation | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
-        super().__init__(optimizer, mitigation)
+        super().__init__(optimizer, mitigation, ahead)
         self._parameters = tuple(module.parameters())
+        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._copies: tuple[list[Tensor], list[Tensor]] | None = None  # of these: ahead, and present
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Step in place, without telling autograd; see :meth:`Stash.step`."""
-        # A private call: public ways to the same values are slower (identity saved_tensors_hooks around every forward)
-        # or touch .data; a test on each torch version guards it.
+        self.forget()
         with self.in_place():
             self._finish(skip=skip)
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Return a context that hides writes to the parameters from autograd."""
-        return _unsafe_preserve_version_counter(self._parameters)
-
-
-class LatestAhead(Latest):
-    """Present weights, but forwards see the weights ahead.
-
-    The weights ahead are written into the memory of the parameters for each forward, and the present ones back
-    afterwards, so that graphs refer to that memory. It keeps two copies of the weights.
-    """
-
-    forwards_ahead = True
-
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None, ahead: Ahead
-    ) -> None:
-        super().__init__(module, optimizer, mitigation)
-        self._ahead = ahead
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # of these: ahead, and present
-
-    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Step in place; see :meth:`Latest.step`."""
-        self._copies = None
-        super().step(version, in_flight=in_flight, skip=skip)
 
     def forget(self) -> None:
         """Drop the copies, because the weights may have changed."""
         self._copies = None
 
+    def in_place(self) -> AbstractContextManager[None]:
+        """Return a context that hides writes to the parameters from autograd."""
+        # A private call: public ways to the same values are slower (identity saved_tensors_hooks around every forward)
+        # or touch .data; a test on each torch version guards it.
+        return _unsafe_preserve_version_counter(self._parameters)
+
+    def weights_of(self, version: int) -> AbstractContextManager[None]:
+        """Return an empty context: backwards see the present weights."""
+        return NEWEST
+
     @contextmanager
     def forward_weights(self, version: int) -> Iterator[None]:
-        """Put the weights ahead of the newest ``version`` into the module."""
+        """Put the weights ahead of the newest ``version`` into the module in the block."""
+        if self._ahead is None:
+            yield
+            return
         if self._copies is None:
-            ahead = weights_ahead(self._trained, self._ahead(version))
-            self._copies = ahead, [p.detach().clone() for p in self._trained]
+            self._copies = (
+                self._weights_ahead(self._trained, version),
+                [p.detach().clone() for p in self._trained],
+            )
         ahead, present = self._copies
         self._write(ahead)
         try:
@@ -125,25 +121,34 @@ class LatestAhead(Latest):
         finally:
             self._write(present)
 
-    def _write(self, weights: list[torch.Tensor]) -> None:
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._trained)):
+    def _write(self, weights: list[Tensor]) -> None:
+        with torch.no_grad(), self.in_place():
             torch._foreach_copy_(tuple(self._trained), weights)
 
 
 class Stash(_Policy):
-    """The weights of the forward (paper, Eq. 15).
+    """The weights of the forward (paper, Eq. 15), or of one update before it (PipeDream-2BW).
 
-    A graph in flight keeps the tensors that it was built on.
+    A graph in flight keeps the tensors that it was built on. An update moves the parameters on to fresh memory if the
+    present one is in use, so all micro-batches of one version share one copy, and the last stage, where nothing is in
+    flight at an update, never copies. At most ceil(d / M) versions are alive in addition to the present one.
 
-    An update moves the parameters on to fresh memory if the present one is in use, so all micro-batches of one version
-    share one copy, and the last stage, where nothing is in flight at an update, never copies. At most ceil(d / M)
-    versions are alive in addition to the present one.
+    With 2BW forwards to come compute with the version before the newest, so two versions are alive. Where forwards see
+    weights ahead, graphs hold copies and no parameter, so that no update moves the parameters on, and at most
+    ceil(d / M) + 1 copies are alive.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mitigation: Mitigation | None = None,
+        ahead: Ahead | None = None,
+        *,
+        keeps_two: bool = False,
     ) -> None:
-        super().__init__(optimizer, mitigation)
+        super().__init__(optimizer, mitigation, ahead)
+        self._keeps_two = keeps_two
         self._exchange = Exchange([p for p in module.parameters() if p.requires_grad], [module])
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
@@ -172,7 +177,7 @@ class Stash(_Policy):
         """
         self.gather()
         self.forget(keep=in_flight)
-        if self._is_kept(version, in_flight):
+        if self._keeps_two or (version in in_flight and not self.forwards_ahead):
             self._older[version] = self._exchange.start_version()
         self._finish(skip=skip)
 
@@ -185,50 +190,12 @@ class Stash(_Policy):
         older = self._older.get(version)
         return NEWEST if older is None else self._exchange.swapped(older)
 
-    def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
-        """Return whether ``version`` is still used once the next one is made."""
-        return version in in_flight
-
-
-class TwoVersions(Stash):
-    """The weights that the schedule names, one update old: PipeDream-2BW.
-
-    Two versions are alive, the newest and the one before it, whatever the number of micro-batches in flight.
-    """
-
-    def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
-        return True  # forwards to come compute with it
-
-
-class StashAhead(Stash):
-    """A stash of the weights that forwards saw, ahead of their version.
-
-    No graph holds the parameters themselves, which the optimizer steps, so that no update moves them on. Besides them
-    at most ceil(d / M) + 1 copies are alive.
-    """
-
-    forwards_ahead = True
-
-    def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None, ahead: Ahead
-    ) -> None:
-        super().__init__(module, optimizer, mitigation)
-        self._ahead = ahead
-
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
-        """Put the weights ahead of ``version`` into the module in the block."""
-        if version not in self._older:
-            ahead = weights_ahead(self._exchange.parameters, self._ahead(version))
+        """Put a forward's weights in ``version`` into the module in the block."""
+        if self.forwards_ahead and version not in self._older:
+            ahead = self._weights_ahead(self._exchange.parameters, version)
             self._older[version] = self._exchange.versions_of(ahead)
         return self.weights_of(version)
-
-    def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
-        return False  # what graphs refer to is a copy already
-
-
-def weights_ahead(parameters: Sequence[nn.Parameter], predicted: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-    """Return each parameter's ``predicted`` weights, or a copy of the present."""
-    return [predicted[p] if p in predicted else p.detach().clone() for p in parameters]
 
 
 def weight_policy(
@@ -242,9 +209,8 @@ def weight_policy(
 
     ``ahead`` predicts the weights of forwards; None if forwards see the newest weights.
     """
-    if ahead is not None:
-        # A forward that is replayed is replayed with the present weights.
-        return (StashAhead if name == "stash" else LatestAhead)(module, optimizer, mitigation, ahead)
-    # With ``recompute`` no graph outlives an update, so there is nothing to stash.
-    kinds: dict[str, type[Latest | Stash]] = {"latest": Latest, "2bw": TwoVersions}
-    return kinds.get(name, Stash)(module, optimizer, mitigation)
+    # With ``recompute`` no graph outlives an update, so there is nothing to stash; but a forward that is replayed is
+    # replayed with the present weights, not with those ahead.
+    if name == "latest" or (name == "recompute" and ahead is not None):
+        return Latest(module, optimizer, mitigation, ahead)
+    return Stash(module, optimizer, mitigation, ahead, keeps_two=name == "2bw")

@@ -33,12 +33,12 @@ def measure_links(
     """
     found = {}
     for stage in sorted(sender for what, sender in edges if what == "act"):
-        ends = _Ends(edges["act", stage], edges["grad", stage + 1], rank, device)
+        down, up = edges["act", stage], edges["grad", stage + 1]
         try:
-            if rank == edges["act", stage].ranks[0]:
-                found[stage] = ends.ask()
+            if rank == down.ranks[0]:
+                found[stage] = _Ends(down, up, device).ask()
             else:
-                ends.answer()
+                _Ends(up, down, device).answer()
         except (torch.AcceleratorError, torch.OutOfMemoryError):  # of this process's own device
             raise
         except RuntimeError as error:
@@ -52,11 +52,9 @@ def measure_links(
 class _Ends:
     """This process's ends of the two edges between two stages."""
 
-    def __init__(self, down: Edge, up: Edge, rank: int, device: torch.device) -> None:
-        self._asks = rank == down.ranks[0]
-        self._peer = down.ranks[1] if self._asks else down.ranks[0]
-        self._out, self._in = (down, up) if self._asks else (up, down)
-        self._device = device if down.backend == "nccl" else torch.device("cpu")
+    def __init__(self, out: Edge, into: Edge, device: torch.device) -> None:
+        self._out, self._in, self._peer = out, into, out.ranks[1]
+        self._device = device if out.backend == "nccl" else torch.device("cpu")
 
     def ask(self) -> tuple[float, float]:
         """Return the link's (bytes per second, one-way seconds)."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage.versions import Exchange, check_versions, start_version
+from adl_dist.stage.versions import Exchange, check_versions
 
 
 class Marked(nn.Parameter):
@@ -24,7 +24,7 @@ def test_a_graph_keeps_its_weights_and_the_parameter_moves_on():
     p = nn.Parameter(torch.tensor([1.0, 2.0]))
     p.grad = torch.tensor([5.0, 5.0])
     before = graph_over(p)
-    (older,) = start_version([p])
+    (older,) = Exchange([p]).start_version()
     with torch.no_grad():
         p.add_(1)
     before.backward()
@@ -39,7 +39,7 @@ def test_a_parameter_keeps_type_attributes_and_format():
     p = Marked(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     p.lr_scale = 0.5
     aliases = [p]
-    (older,) = start_version([p])
+    (older,) = Exchange([p]).start_version()
     assert aliases[0] is p
     assert type(p) is Marked
     assert p.lr_scale == 0.5
@@ -52,7 +52,7 @@ def test_hooks_are_called_for_all_versions_until_removed():
     handle = p.register_hook(lambda grad: calls.append("hook") or grad * 10)
     p.register_post_accumulate_grad_hook(lambda tensor: calls.append("accumulated"))
     first, second = graph_over(p), graph_over(p)
-    (older,) = start_version([p])
+    (older,) = Exchange([p]).start_version()
     first.backward()
     assert older.grad.tolist() == [20, 20]
     graph_over(p).backward()
@@ -69,7 +69,7 @@ def test_a_checkpoint_recomputes_with_the_weights_of_its_forward(reentrant):
     plain, x = copy.deepcopy(layer), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     parameters = list(layer.parameters())
     out = checkpoint(layer, x, use_reentrant=reentrant)
-    older = start_version(parameters)
+    older = Exchange(parameters).start_version()
     with torch.no_grad():
         for p in parameters:
             p.mul_(3)
@@ -82,7 +82,7 @@ def test_a_checkpoint_recomputes_with_the_weights_of_its_forward(reentrant):
 
 def test_what_was_swapped_in_is_out_again_after_an_error():
     p = nn.Parameter(torch.ones(1))
-    older = start_version([p])
+    older = Exchange([p]).start_version()
     with torch.no_grad():
         p.fill_(2)
 

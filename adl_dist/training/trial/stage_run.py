@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_structure
+from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 
 from adl_dist.batch import (
     Batch,
     Tensors,
+    arguments_of,
     copy_batch,
     describe_names,
     map_tensors,
@@ -36,7 +37,7 @@ from adl_dist.partition import containers
 from adl_dist.partition.stage_plan import CutImpossibleError, ModePlan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import arguments_in, flatten_output, is_part, refuse_unknown_ids, takes_gradient
+from adl_dist.stage.calls import flatten_output, is_part, takes_gradient
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.info import StageInfo, describe_units, link_stages
 from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
@@ -259,16 +260,14 @@ class StageRun:
 
     def _call(self, k: int, acts: Tensors, batch: MicroBatch, gets: str) -> Any:
         stage = self.stages[k]
-        structure = None if is_part(stage) else tree_structure(batch.input_)
-        args, kwargs = arguments_in(structure, acts)
+        whole = None if is_part(stage) else tree_unflatten(acts, tree_structure(batch.input_))
+        args, kwargs = arguments_of(acts if whole is None else whole)
         try:
             with self._within(), _OnMeta() if self.is_lazy else nullcontext():
                 return stage(*args, **kwargs)
         except (torch.OutOfMemoryError, AdlError):
             raise
         except (Exception, SystemExit) as error:  # the user's own forward can raise anything
-            if isinstance(error, IndexError) and not is_part(stage):
-                refuse_unknown_ids(stage, acts, structure, f"stage {k}")
             raise forward_error(gets, error, training=stage.training) from error
 
     def _loss(self, out: Any, target: Batch) -> Tensor:
