@@ -28,8 +28,8 @@ from adl_dist.errors import ConfigError
 from adl_dist.stage.calls import Call
 
 Wanted = tuple[bool, bool, bool]  # of input, weight and bias
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 PLAIN = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+CONVOLVE: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by dimensions of the weight
 
 
 class DeferredGrad(NamedTuple):
@@ -55,11 +55,8 @@ class DeferredGradients:
         users = Counter(id(p) for owner in module.modules() for p in owner._parameters.values() if p is not None)
         found = {name: layer for name, layer in module.named_modules() if _is_plain(layer, users)}
         self.names = [f"{name}.{own}".lstrip(".") for name, m in found.items() for own, _ in m.named_parameters()]
-        kinds = [(name, _Linear if isinstance(layer, nn.Linear) else _Convolution) for name, layer in found.items()]
-        self._forwards = [(vars(found[name]), kind(name, found[name], self)) for name, kind in kinds]
-        self._pending: list[DeferredGrad] | None = (
-            None  # where a backward puts off what it can; None: it computes all at once
-        )
+        self._forwards = [(vars(layer), _Layer(name, layer, self)) for name, layer in found.items()]
+        self._pending: list[DeferredGrad] | None = None  # of a backward; None: it computes all at once
         self._task: int | None = None  # torch's number of that backward
 
     @contextmanager
@@ -111,9 +108,8 @@ class DeferredGradients:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
 
-    @staticmethod
     @torch.no_grad()
-    def compute(pending: list[DeferredGrad]) -> None:
+    def compute(self, pending: list[DeferredGrad]) -> None:
         """Compute the ``pending`` gradients and add them to the parameters.
 
         ``pending`` is empty afterwards.
@@ -128,7 +124,12 @@ class DeferredGradients:
         while pending:  # the last one first: it may be in the cache; and each is freed as soon as it is used
             layer, x, grad, with_bias, versions = pending.pop()
             if versions != (_version(x), _version(grad)):
-                raise layer.overwritten("input" if versions[0] != _version(x) else "gradient of the output")
+                written, kind = "input" if versions[0] != _version(x) else "gradient of the output", layer.kind
+                raise ConfigError(
+                    f"{self.where}: the {written} of layer '{layer.name or kind}' ({kind}) was written to in place "
+                    "between the two parts of its backward, so the gradients of its weights would be wrong; set "
+                    "method.split_backward=false, or have the forward write to a copy"
+                )
             calls_left[layer] -= 1
             for parameter, gradient in layer.of_parameters(x, grad, with_bias):
                 # As autograd does it: first the sum over all calls, then the sum over micro-batches.
@@ -168,10 +169,10 @@ class _Layer:
     """Replacement of a layer's forward."""
 
     def __init__(self, name: str, module: Any, owner: DeferredGradients) -> None:
-        self.name, self.module, self.owner = name, module, owner
+        self.name, self.kind, self.module, self.owner = name, type(module).__name__, module, owner
         self._weight: nn.Parameter = module.weight
         self._bias: nn.Parameter | None = module.bias
-        self._forward = type(module).forward
+        self._forward, self._convolve = type(module).forward, CONVOLVE.get(module.weight.ndim)
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
@@ -182,7 +183,7 @@ class _Layer:
         return cast(Tensor, _Split.apply(x, weight, bias, self, narrow))
 
     def _applies(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether this is a plain call with the trained parameters."""
+        """Return whether this is a plain call with a batch and the trained parameters."""
         return (
             torch.is_grad_enabled()
             and weight.requires_grad
@@ -190,7 +191,7 @@ class _Layer:
             and bias is self._bias
             and type(x) is Tensor
             and x.is_floating_point()
-            and self.takes(x)
+            and (x.ndim >= 2 if self._convolve is None else x.ndim == weight.ndim)
             and not torch._C._are_functorch_transforms_active()
         )
 
@@ -209,61 +210,24 @@ class _Layer:
         own = [self._weight] if self._bias is None else [self._weight, self._bias]
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
 
-    def overwritten(self, what: str) -> ConfigError:
-        """Return the error for a tensor of a call that was overwritten."""
-        kind = type(self.module).__name__
-        return ConfigError(
-            f"{self.owner.where}: the {what} of layer '{self.name or kind}' ({kind}) was written to in place between "
-            "the two parts of its backward, so the gradients of its weights would be wrong; set "
-            "method.split_backward=false, or have the forward write to a copy"
-        )
-
-    def takes(self, x: Tensor) -> bool:
-        """Return whether ``x`` is a batch."""
-        raise NotImplementedError
-
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output of the layer with these weights."""
-        raise NotImplementedError
-
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
-        """Return the ``wanted`` gradients, given that of the output."""
-        raise NotImplementedError
-
-
-class _Linear(_Layer):
-    """y [..., out] = x [..., in] W' [in, out] + b."""
-
-    def takes(self, x: Tensor) -> bool:
-        return x.ndim >= 2
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
-        rows = grad.flatten(0, -2)
-        of_weight = rows.t().mm(x.flatten(0, -2)) if wanted[1] else None
-        return grad.matmul(weight) if wanted[0] else None, of_weight, rows.sum(0) if wanted[2] else None
-
-
-class _Convolution(_Layer):
-    """A convolution over 1, 2 or 3 dimensions."""
-
-    def __init__(self, name: str, module: Any, owner: DeferredGradients) -> None:
-        super().__init__(name, module, owner)
-        self._convolve: Callable[..., Tensor] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[module.weight.ndim]
-
-    def takes(self, x: Tensor) -> bool:
-        return x.ndim == self._weight.ndim
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x [..., in] W' + b of a linear layer, or the convolution of ``x``."""
+        if self._convolve is None:
+            return F.linear(x, weight, bias)
         m = self.module
         return self._convolve(x, weight, bias, m.stride, m.padding, m.dilation, m.groups)
 
-    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor | None, ...]:
+        """Return the ``wanted`` gradients, given that of the output."""
+        if self._convolve is None:
+            rows = grad.flatten(0, -2)
+            of_weight = rows.t().mm(x.flatten(0, -2)) if wanted[1] else None
+            return grad.matmul(weight) if wanted[0] else None, of_weight, rows.sum(0) if wanted[2] else None
         m, bias_shape = self.module, [weight.shape[0]] if wanted[2] else None
         how = m.stride, m.padding, m.dilation, False, [0] * len(m.stride), m.groups
-        found: Gradients = torch.ops.aten.convolution_backward.default(grad, x, weight, bias_shape, *how, wanted)
+        found: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward.default(
+            grad, x, weight, bias_shape, *how, wanted
+        )
         return found
 
 

@@ -7,7 +7,6 @@ gradient is never stale.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +17,6 @@ from adl_dist.stage.nonfinite import NonFiniteCheck
 from adl_dist.stage.optimizer import Learner
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
-
-
-class _Awaited(NamedTuple):
-    """A micro-batch that awaits the gradient of its output."""
-
-    out: Tensor  # of the stage, cut off from its graph
-    target: Tensor | None
-    weight: float  # in its group
 
 
 class GradientHead(Learner):
@@ -57,7 +48,8 @@ class GradientHead(Learner):
         self.predictions: list[Tensor] = []
         self._faults = faults
         self._within, self._dtype = spec.precision.autocasting(device), spec.precision.dtype
-        self._awaited: dict[int, _Awaited] = {}
+        # By micro-batch that awaits the gradient of its output: the output, the target, and the weight in its group.
+        self._awaited: dict[int, tuple[Tensor, Tensor | None, float]] = {}
         self._epoch = 0
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -83,7 +75,7 @@ class GradientHead(Learner):
         (out,) = outs
         if target is not None:
             target = target.to(out.device, non_blocking=True)
-        self._awaited[micro_batch] = _Awaited(out, target, weight)
+        self._awaited[micro_batch] = out, target, weight
         with self._within():
             predicted = self.network(out, target)
         # A sample's own loss is averaged over the micro-batch and then weighted.

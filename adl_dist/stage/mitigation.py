@@ -5,10 +5,10 @@ same code as without any. In the equations w_s are the weights after s updates, 
 factors, and u_s all that the optimizer itself takes off the weights in update s.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,13 @@ from adl_dist.schedule import Pipeline
 from adl_dist.schedule.actions import Tie
 
 Group = dict[str, Any]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _on_plain_tensors(function: F) -> F:
-    """Run ``function`` without a graph, on parameters as plain tensors."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return function(*args)
-
-    return wrapped  # type: ignore[return-value]
+@contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Compute without a graph, on parameters as plain tensors, in the block."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        yield
 
 
 class Mitigation:
@@ -113,21 +108,21 @@ class Mitigation:
 
     # --- forward_weights ------------------------------------------------------------------------------------
 
-    @_on_plain_tensors
     def forward_weights(self, update: int) -> dict[nn.Parameter, Tensor]:
         """Return the weights of forwards before ``update``, in new memory.
 
         Parameters without a prediction are left out.
         """
         ahead: dict[nn.Parameter, Tensor] = {}
-        for group in self._optimizer.param_groups if self._is_stale and self._looks_ahead else ():
-            rate = float(group["lr"]) * self.rate(update)
-            if self._remembers_displacement:
-                self._displaced(ahead, group, rate)
-            elif isinstance(self._optimizer, SGD):
-                self._ahead_by_sgd(ahead, group, rate)
-            else:
-                self._ahead_by_adam(ahead, group, rate)
+        with _plain_tensors():
+            for group in self._optimizer.param_groups if self._is_stale and self._looks_ahead else ():
+                rate = float(group["lr"]) * self.rate(update)
+                if self._remembers_displacement:
+                    self._displaced(ahead, group, rate)
+                elif isinstance(self._optimizer, SGD):
+                    self._ahead_by_sgd(ahead, group, rate)
+                else:
+                    self._ahead_by_adam(ahead, group, rate)
         return ahead
 
     def _displaced(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
@@ -184,39 +179,38 @@ class Mitigation:
 
     # --- gradient -------------------------------------------------------------------------------------------
 
-    @_on_plain_tensors
     def compensate(self, newest: Sequence[Tensor], older: Sequence[Tensor]) -> None:
         """Correct each gradient g to g + lambda g g (w_newest - w_older)."""
         factor = self._method.delay_compensation_lambda
-        for now, then in zip(newest, older, strict=True):
-            if then.grad is not None and then.grad.is_sparse:  # and stays so: the optimizer may have sparse velocities
-                grad = then.grad.coalesce()
-                then.grad = grad + factor * (grad * grad) * (now - then)
-            elif then.grad is not None:
-                then.grad.addcmul_(then.grad * then.grad, now - then, value=factor)
+        with _plain_tensors():
+            for now, then in zip(newest, older, strict=True):
+                if then.grad is None:
+                    continue
+                if then.grad.is_sparse:  # and stays so: the optimizer may have sparse velocities
+                    grad = then.grad.coalesce()
+                    then.grad = grad + factor * (grad * grad) * (now - then)
+                else:
+                    then.grad.addcmul_(then.grad * then.grad, now - then, value=factor)
 
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Step the optimizer, and correct its update by the chosen rows."""
         parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
-        gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
-        before = self._copies(parameters) if self._lag or self._remembers_displacement else []
+        with _plain_tensors():
+            gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
+            before = [p.clone() for p in parameters] if self._lag or self._remembers_displacement else []
         self._optimizer.step()
-        if gradients:
-            self._spread(gradients)
-        if self._lag:
-            self._feed_back(parameters, before)
-        if "nesterov" in self._rows and self._is_stale:
-            self._look_ahead(parameters, before)
-        if self._remembers_displacement:
-            self._remember(parameters, before)
+        with _plain_tensors():
+            if gradients:
+                self._spread(gradients)
+            if self._lag:
+                self._feed_back(parameters, before)
+            if "nesterov" in self._rows and self._is_stale:
+                self._look_ahead(parameters, before)
+            if self._remembers_displacement:
+                self._remember(parameters, before)
 
-    @_on_plain_tensors
-    def _copies(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        return [p.clone() for p in parameters]
-
-    @_on_plain_tensors
     def _decayed_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return copies of the gradients as SGD adds them to its velocity."""
         found: dict[nn.Parameter, Tensor] = {}
@@ -227,7 +221,6 @@ class Mitigation:
                 found |= dict(zip(known, signed, strict=True))
         return found
 
-    @_on_plain_tensors
     def _spread(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Apply spike compensation in place of SGD's update.
 
@@ -247,7 +240,6 @@ class Mitigation:
                 now = -rate * (_series(mu, n) * damped - done[1])
                 torch._foreach_add_(moved, [gradients[p] for p in moved], alpha=now)
 
-    @_on_plain_tensors
     def _feed_back(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
         """Feed back errors: w - u_s - c (u_s - u_s-lag)."""
         updates = torch._foreach_sub(before, list(parameters))
@@ -258,7 +250,6 @@ class Mitigation:
             past.append(update)
             del past[: -self._lag]
 
-    @_on_plain_tensors
     def _look_ahead(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
         """Compute w_s+1 = w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
         gamma = self._method.nesterov_gamma
@@ -267,7 +258,6 @@ class Mitigation:
             if (past := self.history.get(p)) is not None and "displacement" in past:
                 p.add_(past["displacement"], alpha=gamma)
 
-    @_on_plain_tensors
     def _remember(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
         """Keep w_s+1 - w_s and eta_s, in the memory of ``before``."""
         torch._foreach_neg_(before)

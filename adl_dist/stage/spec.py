@@ -33,14 +33,10 @@ class Precision(PrecisionSettings):
 
     def check(self, method: Method) -> None:
         """Raise ConfigError for formats that cannot be computed."""
-        for name in ("dtype", "autocast"):
-            if not isinstance(value := getattr(self, name), torch.dtype) and (value is not None or name == "dtype"):
-                raise ConfigError(f"Precision({name}={value!r}): expected a torch.dtype, like torch.float32")
         if self.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
-                f"dtype={_named(self.dtype)} is not supported: weights so narrow, or of whole numbers, lose small "
-                "updates; use float32 or float64, and runtime.autocast (Precision(autocast=torch.bfloat16)) to compute "
-                "in bfloat16"
+                f"dtype={_named(self.dtype)} is not supported; expected torch.float32 or torch.float64: narrower "
+                "weights lose small updates; to compute in bfloat16 use runtime.autocast (Precision(autocast=torch.bfloat16))"
             )
         # float16 needs a loss scale, which would have to travel with every gradient until its update.
         if self.autocast not in (None, torch.bfloat16):

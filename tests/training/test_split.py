@@ -28,7 +28,7 @@ DEFAULT = [("adl", 4, 4), ("2bw", 3, 2), ("dsp", 3, 1), ("gpipe", 3, 3)]
 def deferrable(monkeypatch):
     """The number of layers' gradients in each part that was done later."""
     compute, counts = DeferredGradients.compute, []
-    counted = staticmethod(lambda later: (counts.append(len(later)), compute(later)))
+    counted = lambda self, later: (counts.append(len(later)), compute(self, later))  # noqa: E731
     monkeypatch.setattr(DeferredGradients, "compute", counted)
     return counts
 
