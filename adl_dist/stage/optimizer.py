@@ -124,12 +124,14 @@ class Learner:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Let the optimizer step in the block.
+        """Let the optimizer, if there is one, step in the block.
 
         Raises:
             ConfigError: If the step fails; the text names the learner.
         """
-        assert self.optimizer is not None
+        if self.optimizer is None:
+            yield
+            return
         factor = self.rate_factor
         # Around the step, not for good: some schedules set the learning rate from its last value.
         groups = self.optimizer.param_groups if factor != 1.0 else []

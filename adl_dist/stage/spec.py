@@ -36,7 +36,8 @@ class Precision(PrecisionSettings):
         if self.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
                 f"dtype={_named(self.dtype)} is not supported; expected torch.float32 or torch.float64: narrower "
-                "weights lose small updates; to compute in bfloat16 use runtime.autocast (Precision(autocast=torch.bfloat16))"
+                "weights lose small updates. To compute in bfloat16, use runtime.autocast "
+                "(Precision(autocast=torch.bfloat16))"
             )
         # float16 needs a loss scale, which would have to travel with every gradient until its update.
         if self.autocast not in (None, torch.bfloat16):

@@ -362,9 +362,8 @@ class Stage(Learner):
             with self._weights_of(kept.version):  # a backward may compute with them again, as checkpointing does
                 torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
-        if self.ties:
-            for tie in self.ties.values():
-                tie.count(self.version, kept.version)
+        for tie in self.ties.values():
+            tie.count(self.version, kept.version)
         if self.loss is not None and kept.output_and_loss is not None:
             assert kept.target is not None
             out, loss = kept.output_and_loss
@@ -433,10 +432,11 @@ class Stage(Learner):
         if self.gradient_head is not None:
             self.tally.predictions, self.gradient_head.predictions = self.gradient_head.predictions, []
         self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
-        if self.ties and self.tally.skipped is not None:
-            for tie in self.ties.values():
-                tie.skip(self.version)
-        return tuple(torch.full_like(grad, math.nan) for grad in leaving) if self.tally.skipped else leaving
+        if self.tally.skipped is None:
+            return leaving
+        for tie in self.ties.values():
+            tie.skip(self.version)
+        return tuple(torch.full_like(grad, math.nan) for grad in leaving)
 
     def update(self) -> None:
         """Apply the gradients of the group; advance version and learning rate.
@@ -446,20 +446,18 @@ class Stage(Learner):
         skip, norm = self.tally.skipped is not None, self._gradient_norm
         if self.model_norm is not None:
             norm = self.tally.model_norm = self.model_norm.whole()
-        if self._policy is not None and self.optimizer is None:  # all that it trains is tied
-            self._policy.step(self.version, in_flight=self._versions_in_use(), skip=skip)
-        elif self._policy is not None and self.optimizer is not None:
+        if self.optimizer is not None:
             self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
+        if self._policy is not None:
             if self._clip_norm is not None and not skip:
                 self.clip(self._policy.gather(), norm)
-            graphs = self._versions_in_use()
+            in_flight = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
             with self.stepping():
-                self._policy.step(self.version, in_flight=graphs, skip=skip)
+                self._policy.step(self.version, in_flight=in_flight, skip=skip)
             if self.average is not None and not skip:
                 self.average.update()
         self.advance(skipped=skip)
-        if self.ties:
-            self._note_tied()
+        self._note_tied()
 
     def update_tied(self, tie: int) -> None:
         """Apply the oldest sum of tied gradients, right after an update."""
@@ -475,10 +473,9 @@ class Stage(Learner):
                 ahead |= tie.mitigation.forward_weights(tie.version)
         return ahead
 
-    def _versions_in_use(self) -> set[int]:
-        return {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-
     def _note_tied(self) -> None:
+        if not self.ties:
+            return
         # With 2BW forwards to come see the version before the newest.
         oldest = min([self.version - 1, *(kept.version for kept in self.in_flight.values())])
         for tie in self.ties.values():

@@ -9,8 +9,9 @@ Whatever it decides, the module, its optimizer and its user hold the same Parame
 two calls of a policy the newest weights are in them; see :mod:`adl_dist.stage.versions`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +32,16 @@ class _Policy:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, mitigation: Mitigation | None = None, ahead: Ahead | None = None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mitigation: Mitigation | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """Take the ``optimizer``, or None if others step; see :meth:`in_place`."""
         self._optimizer, self._mitigation, self._ahead = optimizer, mitigation, ahead
         self.forwards_ahead = ahead is not None
+        self._module, self._trained = module, [p for p in module.parameters() if p.requires_grad]
 
     def gather(self) -> list[nn.Parameter]:
         """Return the parameters of the next step, with complete gradients."""
@@ -54,11 +60,11 @@ class _Policy:
             self._optimizer.step() if self._mitigation is None else self._mitigation.step()
         self._optimizer.zero_grad()
 
-    def _weights_ahead(self, parameters: Sequence[nn.Parameter], version: int) -> list[Tensor]:
+    def _weights_ahead(self, version: int) -> list[Tensor]:
         """Return each parameter's predicted weights, or a copy of the present."""
         assert self._ahead is not None
         predicted = self._ahead(version)
-        return [predicted[p] if p in predicted else p.detach().clone() for p in parameters]
+        return [predicted[p] if p in predicted else p.detach().clone() for p in self._trained]
 
 
 class Latest(_Policy):
@@ -71,17 +77,7 @@ class Latest(_Policy):
     so that graphs refer to that memory. That keeps two copies of the weights.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        mitigation: Mitigation | None = None,
-        ahead: Ahead | None = None,
-    ) -> None:
-        super().__init__(optimizer, mitigation, ahead)
-        self._parameters = tuple(module.parameters())
-        self._trained = [p for p in self._parameters if p.requires_grad]
-        self._copies: tuple[list[Tensor], list[Tensor]] | None = None  # of these: ahead, and present
+    _copies: tuple[list[Tensor], list[Tensor]] | None = None  # of the trained ones: ahead, and present
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Step in place, without telling autograd; see :meth:`Stash.step`."""
@@ -97,7 +93,7 @@ class Latest(_Policy):
         """Return a context that hides writes to the parameters from autograd."""
         # A private call: public ways to the same values are slower (identity saved_tensors_hooks around every forward)
         # or touch .data; a test on each torch version guards it.
-        return _unsafe_preserve_version_counter(self._parameters)
+        return _unsafe_preserve_version_counter(tuple(self._trained))
 
     def weights_of(self, version: int) -> AbstractContextManager[None]:
         """Return an empty context: backwards see the present weights."""
@@ -110,10 +106,7 @@ class Latest(_Policy):
             yield
             return
         if self._copies is None:
-            self._copies = (
-                self._weights_ahead(self._trained, version),
-                [p.detach().clone() for p in self._trained],
-            )
+            self._copies = self._weights_ahead(version), [p.detach().clone() for p in self._trained]
         ahead, present = self._copies
         self._write(ahead)
         try:
@@ -138,18 +131,9 @@ class Stash(_Policy):
     ceil(d / M) + 1 copies are alive.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        mitigation: Mitigation | None = None,
-        ahead: Ahead | None = None,
-        *,
-        keeps_two: bool = False,
-    ) -> None:
-        super().__init__(optimizer, mitigation, ahead)
-        self._keeps_two = keeps_two
-        self._exchange = Exchange([p for p in module.parameters() if p.requires_grad], [module])
+    def __init__(self, *of_policy: Any, keeps_two: bool = False) -> None:
+        super().__init__(*of_policy)
+        self._keeps_two, self._exchange = keeps_two, Exchange(self._trained, [self._module])
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
@@ -193,8 +177,7 @@ class Stash(_Policy):
     def forward_weights(self, version: int) -> AbstractContextManager[None]:
         """Put a forward's weights in ``version`` into the module in the block."""
         if self.forwards_ahead and version not in self._older:
-            ahead = self._weights_ahead(self._exchange.parameters, version)
-            self._older[version] = self._exchange.versions_of(ahead)
+            self._older[version] = self._exchange.versions_of(self._weights_ahead(version))
         return self.weights_of(version)
 
 

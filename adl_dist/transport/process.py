@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import Thread
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,11 @@ from adl_dist.transport.spec import TensorSpec, fill_sizes
 from adl_dist.transport.staging import SendFromGpu, arrival, to_device, to_host
 from adl_dist.transport.wire import SpecsByMicroBatch, Wire
 
-POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited; tests/schedule/test_launch_order.py
+POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited
 SIZES = " sizes"  # ends the names of edges that carry headers
 ABORT_SECONDS = 10.0  # limit for NCCL to give up a communicator
 ON_CPU = ("target", "label", "go")  # small, and their receivers need them on the CPU
+T = TypeVar("T")
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
 RECEIVE: Issue = dist.irecv
@@ -150,32 +151,29 @@ class End:
 
     def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> dist.Work | None:
         """Start to send or receive one tensor."""
-        try:
-            return issue(tensor, self._peer, group=edge.group, tag=tag)
-        except torch.AcceleratorError:
-            raise  # of this GPU: the peer is not to blame
-        except RuntimeError as error:
-            raise self._lost(micro_batch) from error
+        return self._guard(micro_batch, lambda: issue(tensor, self._peer, group=edge.group, tag=tag))
 
     def _wait(self, micro_batch: int, works: Works) -> None:
+        for work, _ in works:
+            if work is not None:
+                self._guard(micro_batch, work.wait)
+
+    def _guard(self, micro_batch: int, call: Callable[[], T]) -> T:
+        """Return the result of ``call``, which fails if the peer is gone."""
         try:
-            for work, _ in works:
-                if work is not None:
-                    work.wait()
+            return call()
         except torch.AcceleratorError:
             raise  # of this GPU: the peer is not to blame
         except RuntimeError as error:
-            raise self._lost(micro_batch) from error
+            what = self._trouble.format(micro_batch)
+            log = f"logs/rank{self._peer}.log"
+            raise ChannelError(f"{what} is gone or silent; its own log, {log}, says why") from error
 
     def _finish_oldest(self) -> Pending:
         """Wait for the message begun first."""
         message = self._pending.popleft()
         self._wait(message.micro_batch, message.works)
         return message
-
-    def _lost(self, micro_batch: int) -> ChannelError:
-        what = self._trouble.format(micro_batch)
-        return ChannelError(f"{what} is gone or silent; its own log, logs/rank{self._peer}.log, says why")
 
 
 class ProcessSender(End):
@@ -282,7 +280,7 @@ class ProcessReceiver(End):
         self._through_host = self._arrives_on != device
         self._pinned = pinned or self._through_host
         # A wait over NCCL holds up only the GPU. The host waits for each act before it posts the next, or a stop would
-        # find receives posted that no stage will send to (control/stop.py; tests/schedule/test_launch_order.py).
+        # find receives posted that no stage will send to (control/stop.py).
         self._holds_host = edge.backend == "nccl" and wire.what == "act" and headers is None
         self._arrived: torch.cuda.Event | None = None
         self._to_post: deque[int] = deque()

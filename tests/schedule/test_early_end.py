@@ -5,10 +5,12 @@ import itertools
 import pytest
 
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, replay, shorten, training_work, updates_that_load
-from adl_dist.schedule.actions import RECEIVES
+from adl_dist.schedule.actions import RECEIVES, is_of_groups, what_of
 from adl_dist.schedule.build_actions import training_actions
 from adl_dist.schedule.replay import at_random, downstream_first
+from adl_dist.training.edges import posted_ahead, tied_edges
 
+MAY_SPLIT = [name for name, spec in METHODS.items() if "split_backward" in spec.options]
 CHOSEN = {
     **{name: {} for name in METHODS},
     "dsp": {"activation_queue": 2, "gradient_queue": 3},
@@ -16,22 +18,36 @@ CHOSEN = {
     "gpipe": {"recompute": "except_last"},
     **{name: {"flush_epochs": 1} for name in ("pipedream", "fr")},
 }
-CHOSEN |= {
-    f"{name} split": CHOSEN[name] | {"split_backward": True}
-    for name, spec in METHODS.items()
-    if "split_backward" in spec.options
-}
+CHOSEN |= {f"{name} split": CHOSEN[name] | {"split_backward": True} for name in MAY_SPLIT}
 CHOSEN["dni late"] = {"head_delay": 7, "head_sees_target": True}
 CHOSEN["adl third"] = {"split_backward": True, "delay": "third"}
+CHOSEN["adl far"] = {"delay": [5, 5, 2, 0]}
 SIZES = [(1, 2), (2, 9), (4, 2)]  # K, M
-every_method = pytest.mark.parametrize("name", CHOSEN)
+every_method = pytest.mark.parametrize("name", CHOSEN.keys() - {"adl far"})
 every_size = pytest.mark.parametrize(("K", "M"), SIZES)
 NUM_MICRO_BATCHES = 21
+TIES = [((0, 3), (1, 2)), ((0, 2, 3), (0, 1))]
+# What stages exchange around the updates: nothing, gradients of tied weights, or norms.
+AROUND = [
+    *((name, K, M, {}) for name in CHOSEN if name != "adl far" for K, M in SIZES),
+    *(
+        (name, 4, M, {"tied": tied})
+        for name in CHOSEN
+        if not METHODS[name.split()[0]].has_heads
+        for M in (1, 4)
+        for tied in TIES
+    ),
+    *(
+        (name, 4, 2, {"shares_norms": True})
+        for name in CHOSEN
+        if METHODS[name.split()[0]].flush and not METHODS[name.split()[0]].early
+    ),
+]
 
 
-def chosen(name, K, M):
+def chosen(name, K, M, **around):
     M = max(M, K - 1) if name.startswith("2bw") else M
-    pipeline = Pipeline(method(name.split()[0], accumulation_steps=M, **CHOSEN[name]), K).in_epoch(0)
+    pipeline = Pipeline(method(name.split()[0], accumulation_steps=M, **CHOSEN[name]), K, **around).in_epoch(0)
     return pipeline, [M] * (NUM_MICRO_BATCHES // M) + [1]
 
 
@@ -53,30 +69,33 @@ def test_until_a_later_micro_batch_a_stage_does_the_same(name, K, M):
         assert actions == actions_of(pipeline, k, groups[:num_updates])
 
 
-@every_method
-@every_size
-def test_ended_at_any_load_all_stages_end_after_the_same_update(name, K, M):
-    pipeline, groups = chosen(name, K, M)
+@pytest.mark.parametrize(("name", "K", "M", "around"), AROUND)
+def test_ended_at_any_load_all_stages_end_after_the_same_update(name, K, M, around):
+    """And no receive is posted for what is not sent, with as many posted ahead as over gloo."""
+    pipeline, groups = chosen(name, K, M, **around)
+    beyond = {edge.what: posted_ahead(pipeline, tie, op, edge.receiver) for tie, op, edge in tied_edges(pipeline)}
     for ahead, stop_at in itertools.product((0, 2), range(0, NUM_MICRO_BATCHES, 5)):
         lists = [actions_of(pipeline, k, groups) for k in range(K)]
-        arriving = {
-            (k, what): [a.number for a in s if a.op in RECEIVES and RECEIVES[a.op].what == what]
-            for k, s in enumerate(lists)
-            for what in {link.what for link in RECEIVES.values()}
-        }
-        done = [[] for _ in range(K)]
-        num_updates = len(groups)
+        arriving = {}
+        for k, action in ((k, action) for k, actions in enumerate(lists) for action in actions):
+            if action.op in RECEIVES:
+                arriving.setdefault((k, what_of(action)), []).append(action.number)
+        done, got, num_updates = [[] for _ in range(K)], dict.fromkeys(arriving, 0), len(groups)
         for k, action in replay(lists, pick_next=at_random(stop_at) if stop_at else downstream_first):
             if action == (Op.LOAD, stop_at):
-                num_updates = updates_that_load(groups, stop_at + 1 + ahead)
+                num_updates = updates_that_load(groups, stop_at + 1 + max(ahead, *beyond.values(), 0))
                 end = sum(groups[:num_updates])
                 for (j, what), order in arriving.items():
-                    got = sum(a.op in RECEIVES and RECEIVES[a.op].what == what for a in done[j])
-                    if got or what == "act":  # the next one is awaited, and so many are posted beyond it
-                        assert all(b < end for b in order[got : got + 1 + ahead] if end < NUM_MICRO_BATCHES)
+                    # The next one is awaited, and so many are posted beyond it; of groups none is awaited yet.
+                    begun = got[j, what]
+                    posted = begun + (beyond.get(what, 1) if is_of_groups(what) else 1 + ahead)
+                    if (begun or what == "act") and num_updates < len(groups):
+                        assert all(b < end for b in order[begun:posted]), what
                 for j, actions in enumerate(lists):
                     shorten(actions, pipeline, j, group_sizes=groups[:num_updates])
             done[k].append(action)
+            if action.op in RECEIVES:
+                got[k, what_of(action)] += 1
         assert done == [actions_of(pipeline, k, groups[:num_updates]) for k in range(K)]
 
 

@@ -1,24 +1,18 @@
 """Clipping by the norm of the whole model: when the norms travel, by the actions alone."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
-from adl_dist.schedule import METHODS, Costs, Op, Pipeline, max_pending_of, method, replay, shorten
-from adl_dist.schedule.actions import BACKWARDS, RECEIVES, what_of
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, max_pending_of, method, replay
 from adl_dist.schedule.build_actions import training_actions, training_turns
 from adl_dist.schedule.replay import at_random
 from adl_dist.schedule.timing import time_per_update
-from adl_dist.schedule.work import updates_that_load
-from adl_dist.transport.process import POSTED_AHEAD
-from tests.schedule.launch_order import standing_still
 from tests.schedule.rendezvous import check_rendezvous
 
 ABLE = [name for name, spec in METHODS.items() if spec.flush and not spec.early]
 VARIANTS = [(name, {}) for name in ABLE] + [(name, {"split_backward": True}) for name in ("bp", "gpipe", "1f1b")]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: " ".join([v[0], *v[1]]))
-GRADIENTS = {*BACKWARDS, Op.BACKWARD_WEIGHT}
 
 
 def pipeline_of(variant, K, M, tied=()):
@@ -54,10 +48,6 @@ def test_no_stage_updates_before_all_gradients_are_there(variant, K, M, tied):
                 assert done == [sum(groups[: action.number + 1])] * K, (k, action)
         assert done == [sum(groups)] * K
     check_rendezvous(lists, turns=turns, max_pending=max_pending_of(pipeline))
-    if turns is None:
-        how = {"max_pending": max_pending_of(pipeline), "ahead": POSTED_AHEAD}
-        none_ahead = dict.fromkeys([what_of(a) for actions in lists for a in actions if a.op in RECEIVES], 0)
-        assert standing_still(lists, in_order_of_launches=False, ahead_of_tied=none_ahead, **how) == {}
 
 
 @every_variant
@@ -69,23 +59,3 @@ def test_the_norms_cost_no_time(variant, K):
         costs = replace(Costs.balanced(K, link=link), update=[0.5] * K)
         without = time_per_update(replace(pipeline, shares_norms=False), costs)
         assert time_per_update(pipeline, costs) == pytest.approx(without)
-
-
-@every_variant
-def test_ended_early_no_stage_awaits_a_norm_that_does_not_come(variant):
-    """With one receive posted ahead, as over gloo."""
-    K, groups = 4, [2] * 6
-    for stop_at in (0, 3, 8):
-        pipeline = pipeline_of(variant, K, 2)
-        lists, done, ended = lists_of(pipeline, groups), [[] for _ in range(K)], len(groups)
-        for k, action in replay(lists, pick_next=at_random(stop_at)):
-            if action == (Op.LOAD, stop_at):
-                ended = updates_that_load(groups, stop_at + 1)
-                end = sum(groups[:ended])
-                for j, op in itertools.product(range(K), (Op.RECV_NORM, Op.RECV_TOTAL)):
-                    got = [a.number for a in done[j] if a.op is op]
-                    assert not got or got[-1] + 2 < end or ended == len(groups), "the one after it is posted"
-                for j, actions in enumerate(lists):
-                    shorten(actions, pipeline, j, group_sizes=groups[:ended])
-            done[k].append(action)
-        assert done == lists_of(pipeline, groups[:ended])

@@ -21,6 +21,7 @@ from adl_dist.schedule.build_actions import (
 from adl_dist.schedule.replay import at_random, in_turns, max_outstanding
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.schedule.split import simulated, split_actions
+from adl_dist.training.edges import receives_ahead
 from tests.schedule.rendezvous import check_rendezvous
 
 MAY_SPLIT = sorted(name for name, spec in METHODS.items() if "split_backward" in spec.options)
@@ -352,6 +353,19 @@ def test_a_send_from_a_gpu_that_left_with_the_next_one_deadlocks(name, K):
     """Why transport/staging.py has a thread: a send has to leave while its stage waits for a message."""
     with pytest.raises(ScheduleError, match="deadlock"):
         check_rendezvous(actions_of(K, [2] * 8, method(name, accumulation_steps=2)), leaves_with_the_next=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "delay", "ahead"),
+    [("adl", None, [2, 2, 2]), ("adl", [7, 0], [7]), ("adl", [9, 5, 4, 0], [4, 2, 4]), ("1f1b", None, [2, 2, 2])],
+)
+def test_as_many_receives_are_posted_as_may_be_on_the_way(name, delay, ahead):
+    K = len(ahead) + 1
+    pipeline = Pipeline(method(name, **({} if delay is None else {"delay": delay})), K)
+    assert [pipeline.received_ahead(k) for k in range(K - 1)] == ahead
+    assert pipeline.most_received_ahead == max(ahead)
+    assert receives_ahead(pipeline, 0, K - 1) == (max(ahead) if K > 2 else ahead[0]), "the targets' edge"
+    assert [receives_ahead(pipeline, *ends) for ends in ((K - 2, K - 1), (K - 1, K - 2))] == [ahead[-1]] * 2
 
 
 @pytest.mark.parametrize("K", [1, 2, 4, 5])

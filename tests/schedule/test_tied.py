@@ -4,14 +4,12 @@ import itertools
 
 import pytest
 
-from adl_dist.schedule import METHODS, Costs, Op, Pipeline, max_pending_of, method, replay, shorten
-from adl_dist.schedule.actions import RECEIVES, message_of, what_of
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, max_pending_of, method, replay
+from adl_dist.schedule.actions import RECEIVES, what_of
 from adl_dist.schedule.build_actions import training_actions, training_turns
 from adl_dist.schedule.replay import at_random
 from adl_dist.schedule.timing import time_per_update
-from adl_dist.schedule.work import updates_that_load
-from adl_dist.training.edges import posted_ahead, tied_edges
-from adl_dist.transport.process import POSTED_AHEAD
+from adl_dist.training.edges import tied_edges
 from tests.schedule.rendezvous import check_rendezvous
 
 SHARING = [name for name, spec in METHODS.items() if not spec.has_heads]
@@ -112,37 +110,3 @@ def test_the_sum_is_late_by_what_the_delays_differ():
     for name in ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved"):
         pipeline = Pipeline(method(name), K, tied=((0, 3),))
         assert pipeline.tie_delay(pipeline.ties_of(0)[0]) == 0
-
-
-@every_variant
-@pytest.mark.parametrize("tied", TIES[1:], ids=str)
-def test_ended_early_all_end_alike_and_post_nothing_beyond(variant, tied):
-    for M, stop_at in itertools.product((1, 4), (0, 3, 9, 14)):
-        pipeline, lists, groups = (
-            made(variant, tied, M, [M] * (22 // M) + [1]) if variant[0] != "2bw" or M > 2 else (0,) * 3
-        )
-        if not pipeline:
-            continue
-        receives = {
-            message.what: [a.number for a in lists[message.receiver] if a.op in RECEIVES and what_of(a) == message.what]
-            for _, _, message in tied_edges(pipeline)
-        }
-        ahead = {
-            message.what: posted_ahead(pipeline, tie, op, message.receiver) for tie, op, message in tied_edges(pipeline)
-        }
-        done, got, num_updates = [[] for _ in range(K)], dict.fromkeys(receives, 0), len(groups)
-        for k, action in replay(lists, pick_next=at_random(stop_at)):
-            if action == (Op.LOAD, stop_at):
-                num_updates = updates_that_load(groups, stop_at + 1 + POSTED_AHEAD)
-                end = sum(groups[:num_updates])
-                for what, order in receives.items():
-                    if got[what]:  # so many have been posted beyond it
-                        posted = order[got[what] : got[what] + ahead[what]]
-                        assert num_updates == len(groups) or all(b < end for b in posted), what
-                for j, actions in enumerate(lists):
-                    shorten(actions, pipeline, j, group_sizes=groups[:num_updates])
-            done[k].append(action)
-            message = message_of(action, k, num_stages=K)
-            if message is not None and action.op in RECEIVES and message.what in got:
-                got[message.what] += 1
-        assert done == [list(training_actions(pipeline, k, group_sizes=groups[:num_updates])) for k in range(K)]
