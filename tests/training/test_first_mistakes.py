@@ -33,8 +33,8 @@ def notes_of(model, **options):
 
 
 REFUSED = {
-    "a loader": (DataLoader(DATA), r"expected a torch Dataset .* DataLoader; give its dataset"),
-    "tensors": ((torch.zeros(8, 2), torch.zeros(8)), r"got tuple; wrap the tensors: torch.utils.data.TensorDataset"),
+    "a loader": (DataLoader(DATA), r"DataLoader is not a torch Dataset .* of a DataLoader give the dataset"),
+    "tensors": ((torch.zeros(8, 2), torch.zeros(8)), r"tuple is not a torch Dataset .* torch.utils.data.TensorDataset"),
 }
 
 
