@@ -14,9 +14,9 @@ from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import LINKS, RECEIVES, TiedAction, is_of_groups, what_of
 from adl_dist.stage import Stage
-from adl_dist.stage.gradient_head import GradientHead
-from adl_dist.transport.channel import LocalChannel
+from adl_dist.stage.heads import GradientHead
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
+from adl_dist.transport.wire import LocalChannel
 
 Batches = Generator[tuple[Batch, Batch], None, None]
 NO_TARGET = (None,)  # where there is no loss

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from adl_dist.batch import Batch, copy_batch, tensors_of
-from adl_dist.data.own_code import own_code
+from adl_dist.data.stream import own_code
 from adl_dist.errors import DataError
 
 Pair = tuple[Batch, Batch]  # an input and a target

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from adl_dist.batch import map_batch
 from adl_dist.data.collate import Pair, as_pair, collated, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
-from adl_dist.data.own_code import own_code
-from adl_dist.data.rows import Take, rows_of
-from adl_dist.data.stream import Stream, is_iterable, seeded
+from adl_dist.data.small_images import SmallImages
+from adl_dist.data.stream import Stream, is_iterable, own_code, seeded
+from adl_dist.data.tokens import Windows
 from adl_dist.errors import DataError, in_one_line
 from adl_dist.seeds import stream_seed, stream_seeds
 from adl_dist.streams import seed_streams, streams_kept
@@ -40,6 +40,8 @@ NEEDS = (
     "module that it can import, and a script that works only under `if __name__ == '__main__':`; or use num_workers=0"
 )
 T = TypeVar("T")
+# From indices [B] and seeds [B] to inputs [B, ...] and targets [B, ...].
+Take = Callable[[NDArray[np.int64], NDArray[np.uint64]], tuple[Tensor, Tensor]]
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
@@ -60,7 +62,7 @@ class Loader:
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
     numpy's legacy one) are seeded by (seed, epoch, index). So any user's transform is repeated for any number of
     workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. Datasets of
-    :func:`~adl_dist.data.rows.rows_of` need no seeding: tensors and tokens draw nothing, small images draw the same
+    :func:`rows_of` need no seeding: tensors and tokens draw nothing, small images draw the same
     numbers from a generator of their own.
 
     A sampler is seeded by (seed, epoch), and a ``collate_fn`` by (seed, epoch, index of its first sample).
@@ -279,6 +281,34 @@ class _MicroBatches(Dataset["Pair | DataError"]):
             return stacked(samples, indices)
         seed_streams(stream_seed(self._seed, "collate", epoch, indices[0]))
         return collated(self._collate_fn, samples, indices)
+
+
+def rows_of(dataset: Dataset[Any]) -> Take | None:
+    """Return a function that takes many samples of tensors, small images, windows or a ``Subset``.
+
+    None for all others: a class derived from these may treat its samples in its own way. Measured on CIFAR-10 with
+    augmentation, one core: 24 us an image, 120 one by one; ResNet-20 trains an image in 2,900.
+    """
+    if type(dataset) is Subset:
+        inner, subset = rows_of(dataset.dataset), np.asarray(dataset.indices)
+        return None if inner is None else lambda indices, seeds: inner(subset[indices], seeds)
+    if isinstance(dataset, SmallImages | Windows) and type(dataset) in (SmallImages, Windows):
+        return lambda indices, seeds: dataset.batch(torch.from_numpy(indices.astype(np.int64)), seeds)
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
+        return None
+    inputs, targets = dataset.tensors
+
+    def take(indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(indices.astype(np.int64))
+        return inputs.index_select(0, rows), targets.index_select(0, rows)
+
+    return take
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether rows taken at once equal rows taken one by one."""
+    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return is_plain and tensor.is_contiguous()
 
 
 def _worker_context() -> BaseContext:

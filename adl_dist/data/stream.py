@@ -1,5 +1,6 @@
 """An iterable dataset: read in its own order, continued where it was left."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,8 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from adl_dist.data.own_code import own_code
-from adl_dist.errors import DataError
+from adl_dist.errors import DataError, in_one_line, place_of
 from adl_dist.seeds import stream_seed
 from adl_dist.streams import seed_streams, streams_kept
 
@@ -23,6 +23,25 @@ class Place:
     epoch: int
     sample: int
     state: Any = None
+
+
+@contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """Turn errors of the user's code into a DataError of one line.
+
+    It begins with ``what`` and names the line.
+    """
+    try:
+        yield
+    except (DataError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # it can raise anything
+        raised = in_one_line(error)
+        refusal = DataError(f"{what} raised {raised}{place_of(error)}")
+        if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
+            refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted
+        refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
+        raise refusal from error
 
 
 @contextmanager

@@ -21,14 +21,14 @@ from adl_dist.stage.calls import (
     BACKWARD_WEIGHT,
     Compiler,
     RandomStreams,
+    StageInfo,
     call_of,
     flatten_output,
     is_part,
     takes_gradient,
 )
 from adl_dist.stage.deferred import DeferredGrad, DeferredGradients
-from adl_dist.stage.gradient_head import GradientHead
-from adl_dist.stage.info import StageInfo
+from adl_dist.stage.heads import GradientHead
 from adl_dist.stage.loss import StageLoss
 from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of

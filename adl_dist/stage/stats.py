@@ -27,7 +27,7 @@ class StepStats:
         hits: (right predictions, targets), int64[2], in each of them; none if the task has no classes.
         measured: (sum, count), float64[2], of each metric, for each of them; empty without metrics.
         outputs: output and target of each of them, on the CPU, in an evaluation with epoch metrics.
-        predictions: those of :class:`~adl_dist.stage.gradient_head.GradientHead` since the last update.
+        predictions: those of :class:`~adl_dist.stage.heads.GradientHead` since the last update.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
         gradient_of: the name of the gradient with this norm, for errors.
         model_norm: 2-norm of the whole model's gradient, if the gradient is clipped by it.

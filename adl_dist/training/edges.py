@@ -11,12 +11,11 @@ from adl_dist.engine import StageContext
 from adl_dist.schedule import Pipeline, max_pending_of
 from adl_dist.schedule.actions import TIED, Message, Op, Tie, tied_message
 from adl_dist.stage import Stage
-from adl_dist.stage.info import describe_units
+from adl_dist.stage.calls import describe_units
 from adl_dist.stage.tied import TiedWeights
-from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import POSTED_AHEAD, SIZES, ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
-from adl_dist.transport.wire import SpecsByMicroBatch, Wire
+from adl_dist.transport.wire import LocalChannel, SpecsByMicroBatch, Wire
 
 COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
 GO = Specs.always([TensorSpec((), "uint8")])  # only its arrival counts

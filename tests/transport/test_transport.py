@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from adl_dist.errors import ChannelError, PartitionError
-from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.spec import Specs, TensorSpec
-from adl_dist.transport.wire import Wire
+from adl_dist.transport.wire import LocalChannel, Wire
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer

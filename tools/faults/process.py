@@ -16,7 +16,7 @@ from adl_dist.checkpoint import async_save
 from adl_dist.control import run_socket, worker
 from adl_dist.control.requests import RequestKind
 from adl_dist.training import edges
-from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.wire import LocalChannel
 from tools.faults.disk import Died, Disk, DiskFault
 from tools.faults.plan import StageBroke, Step, StepFault
 

@@ -37,9 +37,8 @@ from adl_dist.partition import containers
 from adl_dist.partition.stage_plan import CutImpossibleError, ModePlan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import flatten_output, is_part, takes_gradient
+from adl_dist.stage.calls import StageInfo, describe_units, flatten_output, is_part, link_stages, takes_gradient
 from adl_dist.stage.heads import check_outs
-from adl_dist.stage.info import StageInfo, describe_units, link_stages
 from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams, seed_streams

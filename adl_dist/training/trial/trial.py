@@ -22,8 +22,7 @@ from adl_dist.partition.stage_plan import StagePlan
 from adl_dist.schedule import Method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import flatten_output, takes_gradient
-from adl_dist.stage.info import describe_units, link_stages
+from adl_dist.stage.calls import describe_units, flatten_output, link_stages, takes_gradient
 from adl_dist.stage.loss import ReturnsSumError, SumCountLoss
 from adl_dist.stage.versions import check_versions
 from adl_dist.streams import seed_streams, streams_kept
