@@ -55,8 +55,11 @@ def alone(module, *, micro_batches):
     return module.state_dict()
 
 
-def joined_by(K, name):
-    rank, rendezvous = int(os.environ["RANK"]), f"file://{os.environ[RENDEZVOUS_FOLDER]}/{name}"
+NUMBERS = itertools.count()  # of the groups that a rank joins, one after another
+
+
+def joined_by(K):
+    rank, rendezvous = int(os.environ["RANK"]), f"file://{os.environ[RENDEZVOUS_FOLDER]}/group{next(NUMBERS)}"
     return joined(rank, K, device=CPU, rendezvous=rendezvous, timeout_seconds=30)
 
 
@@ -73,7 +76,7 @@ def staged(num_ranks, num_stages, schedule, channels_last):
     modules = dict(zip(own, stages, strict=True))
     new_group, members = dist.new_group, []
     dist.new_group = lambda *ranks, **options: members.append(ranks) or new_group(*ranks, **options)
-    with joined_by(num_ranks, "pipe"):
+    with joined_by(num_ranks):
         train_stages(modules, mine, training(nn.ModuleList(modules.values()), micro_batches=M), **options)
     # Next to NCCL, to make a group of some ranks may wait for ever in those that are no members.
     assert all(ranks == () for ranks in members), members
@@ -95,7 +98,7 @@ def wide_net():
 
 def one_replica(K, compression="none"):
     model, share = plain_net(), BATCH // K
-    with joined_by(K, "ddp"):
+    with joined_by(K):
         mine = batches(share, begin=int(os.environ["RANK"]) * share, step=BATCH)
         train_alone(replicated(model, CPU, compression=compression), mine, training(model, micro_batches=1))
     return model.state_dict()
@@ -111,7 +114,7 @@ def losses_of_a_replica(K, compression):
         losses.append(loss.item())
         return loss
 
-    with joined_by(K, "ddp"):
+    with joined_by(K):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         mine = Training(device=CPU, optimizer=optimizer, num_updates=40, micro_batches=1, loss_fn=noted)
         train_alone(replicated(model, CPU, compression=compression), itertools.repeat((images.float(), labels)), mine)
@@ -121,10 +124,11 @@ def losses_of_a_replica(K, compression):
 def of_several_buckets(K):
     """Matrices, each of which fills a bucket; return some weights of each at the end."""
     torch.manual_seed(0)
-    loop.DistributedDataParallel = functools.partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=0.03)
     model = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(3)))
     batch = torch.randn(K, 1, 100)[int(os.environ["RANK"])], torch.ones(1, 100)
-    with joined_by(K, "buckets"):
+    with joined_by(K), pytest.MonkeyPatch.context() as patch:
+        small = functools.partial(nn.parallel.DistributedDataParallel, bucket_cap_mb=0.03)
+        patch.setattr(loop, "DistributedDataParallel", small)
         how = {"num_updates": 25, "micro_batches": 1, "loss_fn": nn.functional.mse_loss}
         mine = Training(device=CPU, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), **how)
         train_alone(replicated(model, CPU, compression="powersgd"), itertools.repeat(batch), mine)
@@ -135,7 +139,7 @@ def one_of_diloco(K, inner_updates, lr, momentum, num_updates):
     """A replica on its own shard: its weights at the end, the common ones, and its BatchNorm statistics."""
     model = batch_norm_net().double()
     share = BATCH // K
-    with joined_by(K, "diloco"):
+    with joined_by(K):
         outer = OuterStep(model, inner_updates=inner_updates, lr=lr, momentum=momentum)
         mine = batches(share, begin=int(os.environ["RANK"]) * share, step=BATCH)
         train_alone(model, mine, replace(training(model, micro_batches=1), num_updates=num_updates, after_step=outer))
@@ -144,6 +148,29 @@ def one_of_diloco(K, inner_updates, lr, momentum, num_updates):
             common = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         assert_close(model.state_dict(), own)
     return own, common, outer.last
+
+
+JOBS = {
+    "ddp": (one_replica,),
+    "ddp in bfloat16": (one_replica, "bf16"),
+    "plain": (losses_of_a_replica, "none"),
+    "powersgd": (losses_of_a_replica, "powersgd"),
+    "buckets": (of_several_buckets,),
+    "average": (one_of_diloco, 1, 1.0, 0.0, 1),  # updates between two exchanges, outer rate and momentum, updates
+    "nesterov": (one_of_diloco, 1, 0.7, 0.9, 1),
+    "apart": (one_of_diloco, 2, 0.7, 0.9, 3),
+}
+
+
+def all_jobs():
+    return {name: function(2, *arguments) for name, (function, *arguments) in JOBS.items()}
+
+
+@pytest.fixture(scope="module")
+def by_two():
+    """What each of two ranks returns, by job."""
+    ranks = run_ranks(2, all_jobs, timeout_seconds=120.0)
+    return {name: [rank[name] for rank in ranks] for name in JOBS}
 
 
 @pytest.fixture(scope="module")
@@ -171,23 +198,20 @@ def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(num_ranks, num_stage
     assert_close({name: tensor for stage in stages for name, tensor in stage.items()}, expected)
 
 
-def test_replicas_end_in_the_weights_of_the_plain_loop():
-    whole = alone(plain_net(), micro_batches=1)
-    for replica in run_ranks(2, one_replica, 2):
-        assert_close(replica, whole)
-
-
-def test_gradients_in_bfloat16_end_near_those_in_full_precision():
+def test_replicas_end_in_the_weights_of_the_plain_loop(by_two):
+    """With gradients in bfloat16 near them."""
     expected = alone(plain_net(), micro_batches=1)
-    (replica, _) = run_ranks(2, one_replica, 2, "bf16")
+    for replica in by_two["ddp"]:
+        assert_close(replica, expected)
+    (replica, _) = by_two["ddp in bfloat16"]
     begin = plain_net().state_dict()
     for name, tensor in expected.items():
         moved, apart = (tensor - begin[name]).norm(), (tensor - replica[name]).norm()
         assert 0 < apart < 0.02 * moved, name
 
 
-def test_powersgd_sends_less_and_still_learns_what_ddp_learns():
-    plain, compressed = (run_ranks(2, losses_of_a_replica, 2, kind)[0] for kind in ("none", "powersgd"))
+def test_powersgd_sends_less_and_still_learns_what_ddp_learns(by_two):
+    plain, compressed = by_two["plain"][0], by_two["powersgd"][0]
     assert compressed[1] < 0.5 * compressed[0]
     assert abs(compressed[1] - plain[1]) < 0.2 * plain[0]
     assert any(not torch.allclose(compressed[2][name], plain[2][name], atol=1e-3) for name in plain[2])  # it has begun
@@ -195,47 +219,41 @@ def test_powersgd_sends_less_and_still_learns_what_ddp_learns():
     assert exchanged_bytes(model, "powersgd") < exchanged_bytes(model, "bf16") < exchanged_bytes(model, "none")
 
 
-def test_powersgd_of_several_buckets_sums_what_belongs_together():
+def test_powersgd_of_several_buckets_sums_what_belongs_together(by_two):
     """Gloo pairs collectives by their order, and torch's hook begins those of several buckets in any."""
-    first, second = run_ranks(2, of_several_buckets, 2)
-    for one, other in zip(first, second, strict=True):
+    for one, other in zip(*by_two["buckets"], strict=True):
         assert torch.equal(one, other)
 
 
-def test_diloco_without_momentum_and_with_h_of_1_is_averaging():
+def test_diloco_without_momentum_and_with_h_of_1_is_averaging(by_two):
     """H = 1, outer rate 1, no momentum: the weights are the mean of what each replica makes of its own share."""
 
     def one_step(rank):
         model = batch_norm_net().double()
-        train_alone(model, batches(BATCH // 2, begin=rank * BATCH // 2, step=BATCH), steps_of(model, 1))
+        steps = replace(training(model, micro_batches=1), num_updates=1)
+        train_alone(model, batches(BATCH // 2, begin=rank * BATCH // 2, step=BATCH), steps)
         return model.state_dict()
-
-    def steps_of(model, number):
-        return replace(training(model, micro_batches=1), num_updates=number)
 
     of_each = [one_step(rank) for rank in range(2)]
     mean = {name: (a + of_each[1][name]) / 2 if a.is_floating_point() else a for name, a in of_each[0].items()}
-    for own, common, last in run_ranks(2, one_of_diloco, 2, 1, 1.0, 0.0, 1):
+    for own, common, last in by_two["average"]:
         assert last == 1
         assert_close(own, mean)
         assert_close(common, mean)
 
 
-def test_dilocos_outer_step_is_nesterovs_on_the_displacement():
+def test_dilocos_outer_step_is_nesterovs_on_the_displacement(by_two):
     """One cycle of one update: v <- mu v + d; w <- w - lr (d + mu v), where d is how far the mean has come."""
-    lr, momentum = 0.7, 0.9
     begin = batch_norm_net().double().state_dict()
-    (own, _, _), (other, _, _) = run_ranks(2, one_of_diloco, 2, 1, lr, momentum, 1)
-    plain, _ = run_ranks(2, one_of_diloco, 2, 1, 1.0, 0.0, 1)
-    names = [name for name, _ in batch_norm_net().named_parameters()]
-    for name in names:
-        d = begin[name] - plain[0][name]
-        assert torch.allclose(own[name], begin[name] - lr * (1 + momentum) * d, atol=1e-12, rtol=0)
+    (own, _, _), (other, _, _) = by_two["nesterov"]
+    for name, _ in batch_norm_net().named_parameters():
+        d = begin[name] - by_two["average"][0][0][name]
+        assert torch.allclose(own[name], begin[name] - 0.7 * (1 + 0.9) * d, atol=1e-12, rtol=0)
         assert torch.equal(own[name], other[name])
 
 
-def test_between_two_exchanges_dilocos_replicas_differ():
-    (own, common, last), (other, theirs, _) = run_ranks(2, one_of_diloco, 2, 2, 0.7, 0.9, 3)
+def test_between_two_exchanges_dilocos_replicas_differ(by_two):
+    (own, common, last), (other, theirs, _) = by_two["apart"]
     assert last == 2
     assert_close(common, theirs)
     weight = next(name for name, _ in batch_norm_net().named_parameters())

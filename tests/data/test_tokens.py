@@ -48,17 +48,6 @@ def test_tokens_behind_the_last_whole_window_are_not_used(tmp_path):
         train[2]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_visits_every_window_once_in_its_own_order(tmp_path, num_workers):
-    path = written(tmp_path / "a.bin", np.arange(100))
-    loader = Loader(tokens(path, path, context=4)[0], seed=3, shuffle=True, num_workers=num_workers)
-    firsts = [[int(x) for batch, _ in loader.batches(epoch, [8, 8, 4]) for x in batch[:, 0]] for epoch in (0, 1)]
-    assert sorted(firsts[0]) == sorted(firsts[1]) == list(range(0, 100, 5))
-    assert firsts[0] != firsts[1]
-    resumed = [int(x) for batch, _ in loader.batches(1, [8, 4], first_sample=8) for x in batch[:, 0]]
-    assert resumed == firsts[1][8:]
-
-
 def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
     path = written(tmp_path / "a.bin", [1, 2, 3, 4, 5, 50256, 0, 0])
     train, _ = tokens(path, path, context=3, vocab_size=50)

@@ -1,10 +1,7 @@
 """Processes that load data, on machines and in scripts where they cannot."""
 
-import os
 import pathlib
 import re
-import resource
-import subprocess
 import sys
 import warnings
 
@@ -16,7 +13,6 @@ from adl_dist.data import Loader
 from adl_dist.distributed.affinity import bound_to, cores_here
 from adl_dist.errors import DataError
 from tests.support.commands import as_command
-from tests.support.ranks import run_ranks
 
 DATA = TensorDataset(torch.arange(8.0), torch.arange(8))
 
@@ -44,21 +40,6 @@ class Raises(TensorDataset):
 def test_an_odd_exception_of_a_sample_is_told(kind):
     with pytest.raises(DataError, match=rf"sample 0: Raises raised {kind.__name__}: no sample.* at .*test_workers.py"):
         load(Raises(kind))
-
-
-def _load_with_few_files():
-    load()  # the fork server runs
-    taken = {*map(int, os.listdir("/proc/self/fd"))}
-    limit = [number for number in range(max(taken) + 8) if number not in taken][4]  # four more
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    with pytest.raises(DataError, match=r"Too many open files.* it needs .* \(ulimit -n\).* num_workers=0"):
-        load(num_workers=2, num_batches=2)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_limit_of_open_files_is_named():
-    run_ranks(1, _load_with_few_files)
 
 
 def test_bound_cores_cause_no_warning_but_too_few_do():
@@ -90,25 +71,3 @@ def test_a_script_that_workers_cannot_import_is_named(first, tmp_path):
     done = as_command(sys.executable, "unguarded.py", cwd=tmp_path)
     last = done.err.strip().splitlines()[-1]
     assert re.search(r"DataError: a process that loads data has failed.* `if __name__ == '__main__':`", last), done
-
-
-LARGE = """
-import torch
-from torch.utils.data import TensorDataset
-from adl_dist.data import Loader
-if __name__ == "__main__":
-    list(Loader(TensorDataset(torch.zeros(8, 500_000)), seed=0, shuffle=False, num_workers=2).batches(0, [4, 4]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ["size=4m", "size=64k", "ro"])
-def test_little_shared_memory_is_named(options, tmp_path):
-    inside = "mount -t tmpfs -o $0 tmpfs /dev/shm && exec $1 large.py"
-    words = ("unshare", "-Urm", "bash", "-c", inside, options, sys.executable)
-    if subprocess.run(["unshare", "-Urm", "true"], check=False).returncode:
-        pytest.skip("needs a mount namespace")
-    pathlib.Path(tmp_path, "large.py").write_text(LARGE)
-    done = as_command(*words, cwd=tmp_path)
-    last = done.err.strip().splitlines()[-1]
-    assert re.search(r"DataError: a process that loads data has failed.* --shm-size=8g.* or use num_workers=0", last)
