@@ -344,9 +344,4 @@ class GradientHead(Learner):
         norm = norm_of([p.grad for p in parameters if p.grad is not None])
         figures = StepStats(gradient_norm=norm, gradient_of="the gradient of its head")
         self._faults.judge(figures, (), update=self.version, epoch=self._epoch)
-        self.clip(parameters, norm)
-        if self.optimizer is not None:
-            with self.stepping():
-                self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.advance()
+        self.apply(parameters, norm)

@@ -338,7 +338,7 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
         shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
         if isinstance(error, UserWarning):
-            way_out = "give both one shape: let the model return output.squeeze(1), or the dataset targets of its shape"
+            way_out = "choose another loss._target_ (loss_fn), or give both one shape, as by output.squeeze(1)"
         elif class_loss(loss_fn) and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -14,9 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.batch import map_tensors
 from adl_dist.errors import AdlError, ConfigError, in_one_line
+from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import seed_update
 from adl_dist.stage.mitigation import Mitigation
 from adl_dist.stage.spec import OptimizerFactory, TrainSpec
+
+ANYWHERE: AbstractContextManager[None] = nullcontext()
 
 
 def stage_optimizer(
@@ -82,6 +85,7 @@ class Learner:
         version: updates applied so far, over the whole run.
         optimizer: its optimizer; None if it has nothing to train.
         mitigation: the mitigation of its staleness; None if there is none.
+        average: the moving average of its weights; None if there is none.
         lr_schedule: the schedule of its learning rates; None if they are constant.
         lr_updates: the length of the schedule in updates; None if it has no end.
         scheduled: the keys of the optimizer's groups that the schedule sets.
@@ -93,6 +97,7 @@ class Learner:
         self.where, self.key, self.version = where, key, 0
         self.optimizer: Optimizer | None = None
         self.mitigation: Mitigation | None = None
+        self.average: WeightAverage | None = None
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None
         self.scheduled: Collection[str] = ()
@@ -117,24 +122,41 @@ class Learner:
         """The factor on the learning rates of the next update."""
         return self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
 
-    def clip(self, parameters: list[nn.Parameter], norm: Tensor | None) -> None:
-        """Scale gradients of total norm ``norm`` down to the limit, in place."""
-        if self._clip_norm is not None and norm is not None:
-            clip_grads_with_norm_(parameters, self._clip_norm, norm)
+    def apply(
+        self,
+        parameters: list[nn.Parameter],
+        norm: Tensor | None,
+        *,
+        in_place: AbstractContextManager[None] = ANYWHERE,
+        skipped: bool = False,
+    ) -> None:
+        """Step the optimizer once, and count the update.
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Let the optimizer, if there is one, step in the block.
+        Args:
+            parameters: those with gradients, which are scaled down to the limit, if there is one.
+            norm: the 2-norm by which they are scaled; None without gradients.
+            in_place: the context of the step.
+            skipped: whether the gradients are dropped instead; version and learning rate advance all the same.
 
         Raises:
-            ConfigError: If the step fails; the text names the learner.
+            ConfigError: If the step, or the schedule of the learning rate, fails; the text names the learner.
         """
-        if self.optimizer is None:
-            yield
-            return
+        if self.optimizer is not None:
+            if not skipped:
+                if self._clip_norm is not None and norm is not None:
+                    clip_grads_with_norm_(parameters, self._clip_norm, norm)
+                with self._stepping(self.optimizer), in_place:
+                    self.optimizer.step() if self.mitigation is None else self.mitigation.step()
+            self.optimizer.zero_grad()
+            if self.average is not None and not skipped:
+                self.average.update()
+        self._advance(skipped=skipped)
+
+    @contextmanager
+    def _stepping(self, optimizer: Optimizer) -> Iterator[None]:
         factor = self.rate_factor
         # Around the step, not for good: some schedules set the learning rate from its last value.
-        groups = self.optimizer.param_groups if factor != 1.0 else []
+        groups = optimizer.param_groups if factor != 1.0 else []
         before = [group["lr"] for group in groups]
         for group in groups:
             group["lr"] = group["lr"] * factor
@@ -143,21 +165,15 @@ class Learner:
             yield
         except (TypeError, ValueError, AttributeError) as error:  # the user's own code
             raise ConfigError(
-                f"{self.where}: optimizer: {type(self.optimizer).__name__} fails in update {self.version}: "
+                f"{self.where}: optimizer: {type(optimizer).__name__} fails in update {self.version}: "
                 f"{in_one_line(error)}; expected step() to need no argument"
             ) from error
         finally:
             for group, rate in zip(groups, before, strict=True):
                 group["lr"] = rate
 
-    def advance(self, *, skipped: bool = False) -> None:
-        """Count an update, and set the learning rate after it.
-
-        Without a schedule, and after its end, the rate stays.
-
-        Raises:
-            ConfigError: If the schedule fails; the text names the learner.
-        """
+    def _advance(self, *, skipped: bool) -> None:
+        """Count an update, and set the learning rate, which stays after the schedule's end."""
         self.version += 1
         if self.lr_schedule is None or (self.lr_updates is not None and self.version > self.lr_updates):
             return

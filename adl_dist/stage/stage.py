@@ -79,7 +79,6 @@ class Stage(Learner):
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: the figures of the group or evaluation so far; the owner takes them and puts in a fresh object.
         faults: the check of loss and gradient of each update; the last ones are checked at the end of a segment.
-        average: the moving average of its weights without those of ``ties``; None if there is none.
         ties: its copies of weights that other stages also hold, by the number of the tie.
         model_norm: its part in the norm of the whole model's gradient, by which it clips; None if by its own.
     """
@@ -159,9 +158,8 @@ class Stage(Learner):
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         named = self.module.named_parameters(remove_duplicate=False)
         averaged = ((name, p) for name, p in named if id(p) not in self._is_tied)
-        self.average = (
-            WeightAverage(averaged, spec.ema) if spec.ema is not None and self.optimizer is not None else None
-        )
+        if spec.ema is not None and self.optimizer is not None:
+            self.average = WeightAverage(averaged, spec.ema)
         # A stage that is alone sends no gradient, and may train other parameters later on.
         trained = self._trained.named_parameters() if pipeline.num_stages > 1 else ()
         self._takes_gradient = {name: p.requires_grad for name, p in trained}
@@ -449,14 +447,11 @@ class Stage(Learner):
         if self.optimizer is not None:
             self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
         if self._policy is not None:
-            if self._clip_norm is not None and not skip:
-                self.clip(self._policy.gather(), norm)
             in_flight = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with self.stepping():
-                self._policy.step(self.version, in_flight=in_flight, skip=skip)
-            if self.average is not None and not skip:
-                self.average.update()
-        self.advance(skipped=skip)
+            parameters = self._policy.next_version(self.version, in_flight)
+            self.apply(parameters, norm, in_place=self._policy.in_place(), skipped=skip)
+        else:
+            self.apply([], norm, skipped=skip)
         self._note_tied()
 
     def update_tied(self, tie: int) -> None:

@@ -31,7 +31,6 @@ class TiedWeights(Learner):
         tie: the stages that share the weights; the first one adds up their gradients.
         name: the first name of each parameter in the uncut model.
         staleness: of each backward of the segment, the updates of these weights between its forward and its own.
-        average: their moving average; None if there is none.
         is_first: whether this stage adds up, and saves the state of the optimizer.
     """
 
@@ -140,20 +139,12 @@ class TiedWeights(Learner):
         """
         total, skip = self._sums.popleft(), self.version in self._skipped
         self._skipped.discard(self.version)
-        assert self.optimizer is not None
+        parameters, norm = [*self._parameters.values()], norm_of(total)
         if not skip:
-            parameters = [*self._parameters.values()]
             for parameter, grad in zip(parameters, total, strict=True):
                 parameter.grad = grad.clone()  # the same tensor may have gone to another stage of this process
-            norm = norm_of(total)
             self._judge(norm)
-            self.clip(parameters, norm if model_norm is None else model_norm)
-            with self.stepping(), in_place:
-                self.optimizer.step() if self.mitigation is None else self.mitigation.step()
-            self.optimizer.zero_grad()
-            if self.average is not None:
-                self.average.update()
-        self.advance(skipped=skip)
+        self.apply(parameters, norm if model_norm is None else model_norm, in_place=in_place, skipped=skip)
 
     def _judge(self, norm: Tensor) -> None:
         figures = StepStats(gradient_norm=norm, gradient_of=f"the summed gradient of tied {self._names}")

@@ -38,7 +38,7 @@ class _Policy:
         mitigation: Mitigation | None = None,
         ahead: Ahead | None = None,
     ) -> None:
-        """Take the ``optimizer``, or None if others step; see :meth:`in_place`."""
+        """Keep versions for ``optimizer``; None if all that is trained is tied."""
         self._optimizer, self._mitigation, self._ahead = optimizer, mitigation, ahead
         self.forwards_ahead = ahead is not None
         self._module, self._trained = module, [p for p in module.parameters() if p.requires_grad]
@@ -50,15 +50,8 @@ class _Policy:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def in_place(self) -> AbstractContextManager[None]:
-        """Return the context of a step of a different optimizer."""
-        return NEWEST  # no graph refers to the memory that they have since
-
-    def _finish(self, *, skip: bool) -> None:
-        if self._optimizer is None:
-            return
-        if not skip:
-            self._optimizer.step() if self._mitigation is None else self._mitigation.step()
-        self._optimizer.zero_grad()
+        """Return the context of an optimizer's step."""
+        return NEWEST  # no graph refers to the memory that the parameters have since the version began
 
     def _weights_ahead(self, version: int) -> list[Tensor]:
         """Return each parameter's predicted weights, or a copy of the present."""
@@ -79,11 +72,10 @@ class Latest(_Policy):
 
     _copies: tuple[list[Tensor], list[Tensor]] | None = None  # of the trained ones: ahead, and present
 
-    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Step in place, without telling autograd; see :meth:`Stash.step`."""
+    def next_version(self, version: int, in_flight: Collection[int]) -> list[nn.Parameter]:
+        """Return :meth:`gather`, for a step in place."""
         self.forget()
-        with self.in_place():
-            self._finish(skip=skip)
+        return self.gather()
 
     def forget(self) -> None:
         """Drop the copies, because the weights may have changed."""
@@ -153,17 +145,16 @@ class Stash(_Policy):
                 torch._foreach_add_(sums, added)  # on a GPU a few kernels, not one for each parameter
         return super().gather()
 
-    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Gather all gradients and step the newest version.
+    def next_version(self, version: int, in_flight: Collection[int]) -> list[nn.Parameter]:
+        """Begin the version after ``version``; return :meth:`gather`.
 
-        ``in_flight`` are the versions that graphs not yet back-propagated were built with. With ``skip`` the gradients
-        are dropped, and the next version is a copy of this one.
+        ``in_flight`` are the versions that graphs not yet back-propagated were built with.
         """
-        self.gather()
+        parameters = self.gather()
         self.forget(keep=in_flight)
         if self._keeps_two or (version in in_flight and not self.forwards_ahead):
             self._older[version] = self._exchange.start_version()
-        self._finish(skip=skip)
+        return parameters
 
     def forget(self, *, keep: Collection[int] = ()) -> None:
         """Drop all older versions except those to ``keep``."""
