@@ -126,20 +126,18 @@ class LossTerms:
         Raises:
             ConfigError: If a ``num_terms`` of the user's own fails, or returns no such number.
         """
-        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in tensors_of(target))
         try:
             number = float(self.num_terms(target))
+            fault = None if 0 <= number < math.inf else f"returned {number}"
         except Exception as error:  # the user's own function can raise anything
+            fault = f"fails: {in_one_line(error)}"
+        if fault is not None:
+            given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in tensors_of(target))
             raise ConfigError(
-                f"the loss's num_terms fails on {given}: {in_one_line(error)}; it is given the targets of a "
-                "micro-batch on the CPU, and returns the number of terms that the loss averages over"
-            ) from error
-        if 0 <= number < math.inf:
-            return number
-        raise ConfigError(
-            f"the loss's num_terms returned {number} for {given}; expected the number of terms that the loss averages "
-            "over, 0 or more"
-        )
+                f"the loss's num_terms {fault}; it is given the targets of a micro-batch on the CPU, here {given}, and "
+                "returns the number of terms that the loss averages over, 0 or more"
+            )
+        return number
 
 
 def loss_terms(loss_fn: LossFn, target: Batch, reduction: str = "mean") -> LossTerms | None:
