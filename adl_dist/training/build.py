@@ -27,9 +27,8 @@ from adl_dist.stage.loss import LossTerms, class_loss, loss_terms
 from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.measured import links_between, unit_of_inputs
-from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup
+from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup, parameters_by_name
 from adl_dist.training.startup_sync import check_consistent
-from adl_dist.training.tied_copies import parameters_by_name
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.warm_up import WarmUp, check_without_warm_up, keep_hooks, needs_warm_up

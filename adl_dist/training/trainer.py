@@ -56,11 +56,10 @@ from adl_dist.training.input import Data, Loaders
 from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
-from adl_dist.training.partitioned_model import PartitionedModel, Startup
+from adl_dist.training.partitioned_model import PartitionedModel, Startup, untied
 from adl_dist.training.run_outputs import OF_RANK_0, Outputs
 from adl_dist.training.shared_folder import say_node, share_folder
 from adl_dist.training.startup_sync import Agreement, start_call
-from adl_dist.training.tied_copies import untied
 
 PREPARING = "cutting the model into stages, and comparing them with it"
 

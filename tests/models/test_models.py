@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
-from adl_dist.models import cifar_resnet, cifar_resnet18, se_resnet18, wide_resnet
+from adl_dist.models import cifar_resnet, cifar_resnet18, se_resnet18
 from adl_dist.models.resnet import OptionA, PreActivationBlock, SqueezeExcitation
 from tests.support.tiers import covering
 
@@ -76,10 +75,6 @@ def test_resnet18_is_torchvisions_with_a_small_stem_to_the_bit(training):
     ours.train(training)
     theirs.train(training)
     assert torch.equal(ours(images(2, 3, 16, 16)), theirs(images(2, 3, 16, 16)))
-
-
-NETWORKS = {"resnet8": partial(cifar_resnet, 8), "wrn10_2": partial(wide_resnet, 10, 2, dropout=0.5)}
-NETWORKS |= {"resnet18": cifar_resnet18, "se_resnet18": se_resnet18}
 
 
 @pytest.mark.parametrize(("channels", "stride"), [((4, 4), 1), ((4, 8), 1), ((4, 8), 2)])

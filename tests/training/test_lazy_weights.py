@@ -214,17 +214,6 @@ def test_no_process_ever_holds_the_whole_of_a_model_on_meta():
 # --- Refused at the start -------------------------------------------------------------------------------------------
 
 
-class Table(nn.Module):
-    """A buffer that nothing rebuilds."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-    def forward(self, x):
-        return x + self.table
-
-
 class Half(nn.Module):
     """Fills as many of its four numbers as ``filled`` says."""
 

@@ -105,7 +105,3 @@ def test_heads_are_saved_and_recorded_but_not_of_the_model(tmp_path):
     assert torch.equal(plain.full_state_dict()["1.conv.weight"], trainer.full_state_dict()["1.conv.weight"])
     assert {r["stage"] for r in records_of(tmp_path, "stage/local_loss")} == {0, 1, 2}
     assert {r["stage"] for r in records_of(tmp_path, "train/loss")} == {3}
-
-
-def images(*targets):
-    return [(torch.ones(2, 6, 6), target) for target in targets]

@@ -209,8 +209,3 @@ def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
         return train(2, 1, torch.float64, options=options, optimizer=optimizer, **more)[0]
 
     assert_close(trained_with(sparse=True), trained_with(sparse=False))
-
-
-# --- What cannot be ------------------------------------------------------------------------------------------
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -1,4 +1,4 @@
-"""Mixed precision, torch.compile and the flags that torch keeps for a process: their values, and what is refused."""
+"""Mixed precision and torch.compile: their values."""
 
 from collections import OrderedDict
 
@@ -16,7 +16,6 @@ from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
 LOWERED = {"autocast": torch.bfloat16}
-cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
 
 # --- Autocast ----------------------------------------------------------------------------------------------
@@ -152,18 +151,3 @@ def test_a_compiled_run_equals_the_plain_run_to_1e_5():
     assert_close(states[1], states[0], 1e-5)
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert all(module._compiled_call_impl is None for module in model.modules())
-
-
-# --- What torch keeps for a whole process ------------------------------------------------------------------
-
-
-def flags():
-    precisions = (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
-    lowered = [p == "tf32" for p in precisions]
-    return (
-        lowered,
-        cuda.matmul.allow_tf32,
-        cudnn.allow_tf32,
-        cudnn.benchmark,
-        torch.are_deterministic_algorithms_enabled(),
-    )

@@ -33,8 +33,8 @@ from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, 
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.lazy_weights import is_lazy_model, load_initial
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
+from adl_dist.training.partitioned_model import untied
 from adl_dist.training.run_outputs import Outputs
-from adl_dist.training.tied_copies import untied
 from adl_dist.training.trainer import Trainer
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.trial import keeps_ties

@@ -219,7 +219,9 @@ class Trial:
         )
 
     def _single_fault(self) -> str | None:
-        """Return why the model cannot be trained on one sample, or None."""
+        """Return why the model cannot be trained on one sample, or None; unknown if the run has no such micro-batch."""
+        if self.samples.trains and 1 not in self.samples.sizes[0]:
+            return None
         try:
             with warnings.catch_warnings(action="ignore"):  # of a size that may never come
                 self._uncut().forward(self.samples.repeated(1), "one sample")
