@@ -15,7 +15,7 @@ from typing import Any
 
 from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.storage import PIECE_BYTES, Data, progress
-from adl_dist.errors import CheckpointError, UnusableError, in_one_line
+from adl_dist.errors import CheckpointError, UnusableError, in_one_line, text_of
 from adl_dist.report.goal import Goal
 
 FORMAT = 5
@@ -156,8 +156,9 @@ def reading(path: PurePath, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = text_of(error) if isinstance(error, OSError | ValueError) else in_one_line(error)
         raise UnusableError(
-            f"{path} is damaged: {name} cannot be read ({in_one_line(error)}); continue from one next to it, if there "
+            f"{path} is damaged: {name} cannot be read ({reason}); continue from one next to it, if there "
             "is one (train takes the newest good one with resume=auto, evaluate and export take checkpoint=PATH), or "
             "start again with another run_dir"
         ) from error
@@ -189,15 +190,16 @@ def read_manifest(path: PurePath) -> dict[str, Any]:
             raise ValueError(f"it has no '{missing[0]}', or of another kind")
         if elsewhere := [n for n in manifest["files"] if PurePath(n).name != n or n in ("", "..")]:
             raise ValueError(f"it names a file elsewhere: '{elsewhere[0]}'")
-        check_sizes(path, manifest["files"])
+    check_sizes(path, manifest["files"])
     return manifest
 
 
 def check_sizes(path: PurePath, files: Mapping[str, Digest]) -> None:
-    """Raise OSError or ValueError for a missing file, or a wrong size."""
+    """Raise UnusableError for a missing file, or a wrong size."""
     for name, digest in files.items():
-        if (found := storage.size(path / name)) != digest["bytes"]:
-            raise ValueError(f"{name} should hold {digest['bytes']} bytes, found {found}")
+        with reading(path, name):
+            if (found := storage.size(path / name)) != digest["bytes"]:
+                raise ValueError(f"it should hold {digest['bytes']} bytes, found {found}")
 
 
 def verify(path: PurePath) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
     """Return a note on ignored entries of version 0.3.8, or None."""
     stored, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])
     names = {name.removeprefix("attribute:") for name in (*stored, *texts) if name != "format"}
+    names = {"state of the loss" if name.startswith("loss:") else name for name in names}
     names |= {*manifest["identity"].get("constants", ())}
     of_optimizers = tensor_files.scan(path, OPTIMIZER, manifest["files"])[1]
     for text in (text for name, text in of_optimizers.items() if name.startswith(optimizer_state.OF_STAGE)):

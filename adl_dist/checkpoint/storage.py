@@ -89,8 +89,9 @@ def names(folder: PurePath) -> list[str]:
         except (FileNotFoundError, NotADirectoryError):
             return []
         entries = [each for each in entries if not str(folder).endswith(each["name"])]  # a file names itself
-        found = {PurePosixPath(each["name"]).name: each["type"] == "directory" for each in entries}
-        return sorted(f"{name}/" if is_folder else name for name, is_folder in found.items())
+        folders = {each["name"] for each in entries if each["type"] == "directory"}
+        folders |= {each["name"] for each in entries if each.get("islink") and files.isdir(each["name"])}
+        return sorted({f"{PurePosixPath(n).name}{'/' * (n in folders)}" for n in (each["name"] for each in entries)})
 
 
 def size(file: PurePath) -> int:

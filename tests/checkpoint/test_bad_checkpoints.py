@@ -98,9 +98,9 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        ({FIRST: 7}, "manifest.json cannot be read"),
-        ({FIRST: {"sha256": ""}}, "manifest.json cannot be read"),
-        ({FIRST: {"bytes": 7, "sha256": ""}}, f"{FIRST} should hold 7 bytes"),
+        ({FIRST: 7}, f"{FIRST} cannot be read"),
+        ({FIRST: {"sha256": ""}}, f"{FIRST} cannot be read"),
+        ({FIRST: {"bytes": 7, "sha256": ""}}, f"{FIRST} cannot be read .it should hold 7 bytes"),
         *(({name: {"bytes": 7, "sha256": ""}}, f"names a file elsewhere: '{name}'") for name in ("", "..", "../model")),
     ],
     ids=str,

@@ -59,7 +59,7 @@ BUGS = {
         "is_complete",
         has_files,
         89,
-        "manifest.json cannot be read .FileNotFoundError",
+        "manifest.json cannot be read",
     ),
 }
 

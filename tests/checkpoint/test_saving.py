@@ -81,6 +81,14 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
 
 
+def test_a_checkpoint_that_was_moved_and_linked_is_found(tmp_path):
+    path = saved(tmp_path / "elsewhere", 1)
+    (tmp_path / path.name).symlink_to(path)
+    assert layout.complete(tmp_path) == [tmp_path / path.name]
+    layout.remove(tmp_path / path.name)
+    assert layout.complete(tmp_path) == []
+
+
 def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
     """Two processes write their parts in the background, and older checkpoints are removed meanwhile."""
     saver, over = Saver(tmp_path, CheckpointPolicy(keep=2, background=True)), threading.Event()

@@ -114,7 +114,10 @@ def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
         assert_same(build_model(config).state_dict(), expected)
     out.write_bytes(out.read_bytes()[:-1])
     (path / tensor_files.INDEX).unlink()
-    for start, said in ((out, "cannot be read (ValueError: "), (path, "is damaged: manifest.json cannot be read")):
+    for start, said in (
+        (out, "cannot be read (ValueError: "),
+        (path, "is damaged: model.safetensors.index.json cannot be read"),
+    ):
         outcome = in_process(*words(tmp_path / "new", f"init_from={start}"))
         assert outcome.code == 2
         assert f"{start} {said}" in outcome.err

@@ -256,7 +256,7 @@ def edited(**changes):
 
 DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = {
-    "cut data": (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
+    "cut data": (DATA, cut, [f"{DATA} cannot be read", "it should hold", "bytes, found"]),
     "garbled index": (
         INDEX,
         lambda path: path.write_text("x" * path.stat().st_size),
@@ -297,7 +297,7 @@ def test_where_no_checkpoint_is_good_nothing_is_changed(run_dir):
     for name in (NEWEST, OLDER):
         cut(run_dir / "checkpoints" / name / DATA)
     before = snapshot(run_dir)
-    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} should h"])
+    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} cannot be read"])
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
