@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,15 +74,6 @@ class TensorSpec:
         plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
         return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the spec as plain numbers and strings."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "TensorSpec":
-        """Read back :meth:`to_json`."""
-        return cls(**{**values, "shape": tuple(values["shape"])})
-
     @cached_property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
@@ -124,29 +115,15 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(['B', *sizes] if self.batched else sizes)}]"
 
 
-def fit_all(
-    specs: Sequence[TensorSpec], tensors: Sequence[Tensor], size: int, where: Callable[[], str]
-) -> tuple[Tensor, ...]:
-    """Return ``tensors`` of ``size`` samples in the format of ``specs``.
-
-    Raises:
-        PartitionError: As :meth:`TensorSpec.fit`, or if the number of tensors differs.
-    """
-    if len(tensors) != len(specs):
-        found = f"{where()} are {len(tensors)} tensors, expected {len(specs)}"
-        raise PartitionError(f"{found}, as in the trial at the start; {SAME_EACH_TIME}")
-    return tuple([spec.fit(tensor, size, where) for spec, tensor in zip(specs, tensors, strict=True)])
-
-
 def merge_specs(seen: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...]:
     """Merge the specs of several runs; sizes that differ become ``VARIES``."""
-    return tuple(map(_merge, zip(*seen, strict=True)))
-
-
-def _merge(specs: Sequence[TensorSpec]) -> TensorSpec:
-    sizes = (set(of_dimension) for of_dimension in zip(*(spec.shape for spec in specs), strict=True))
-    shape = tuple(min(found) if len(found) == 1 else VARIES for found in sizes)
-    return replace(specs[-1], shape=shape, channels_last=all(spec.channels_last for spec in specs))
+    merged = []
+    for specs in zip(*seen, strict=True):
+        sizes = (set(of_dimension) for of_dimension in zip(*(spec.shape for spec in specs), strict=True))
+        shape = tuple(min(found) if len(found) == 1 else VARIES for found in sizes)
+        channels_last = all(spec.channels_last for spec in specs)
+        merged.append(replace(specs[-1], shape=shape, channels_last=channels_last))
+    return tuple(merged)
 
 
 def fill_sizes(
@@ -157,14 +134,15 @@ def fill_sizes(
     Raises:
         PartitionError: If an agreed size differs; the text begins with the result of ``where``.
     """
+    filled = []
     for spec, shape in zip(specs, shapes, strict=True):
-        fits = len(shape) == len(spec.shape) and all(b in (a, VARIES) for a, b in zip(shape, spec.shape, strict=True))
-        if not fits:
+        filled.append(_filled(spec, tuple(shape)))
+        if len(shape) != len(spec.shape) or any(b not in (a, VARIES) for a, b in zip(shape, spec.shape, strict=True)):
             raise PartitionError(
-                f"{where()} is {_filled(spec, tuple(shape))}, expected {spec}: in the samples at the start nothing but "
-                "the sizes shown as ? changed; put samples of all lengths among the first ones, or pad to one length"
+                f"{where()} is {filled[-1]}, expected {spec}: in the samples at the start nothing but the sizes shown "
+                "as ? changed; put samples of all lengths among the first ones, or pad to one length"
             )
-    return tuple(_filled(spec, tuple(shape)) for spec, shape in zip(specs, shapes, strict=True))
+    return tuple(filled)
 
 
 @lru_cache(maxsize=4096)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from adl_dist.batch import Tensors
-from adl_dist.errors import ChannelError
+from adl_dist.errors import ChannelError, PartitionError
 from adl_dist.transport.coding import Coder, layout
-from adl_dist.transport.spec import Specs, TensorSpec, fill_sizes, fit_all
+from adl_dist.transport.spec import SAME_EACH_TIME, Specs, TensorSpec, fill_sizes
 
 SpecsByMicroBatch = dict[int, tuple[TensorSpec, ...]]
 
@@ -29,6 +29,7 @@ class Wire:
         specs: the tensors of one message in the present segment.
         varies: whether some of their sizes change from one micro-batch to another.
         coder: codes the messages of training; None without a codec.
+        coding: the coder of the present segment; None if its messages are not coded.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Wire:
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
         """Begin a segment with micro-batches of ``sizes`` samples."""
         self._sizes, self.specs = sizes, self.agreed.for_segment(training=training)
-        self._is_coded = training and self.coder is not None
+        self.coding = self.coder if training else None
         if self.coder is not None:
             self.coder.begin()
 
@@ -54,16 +55,19 @@ class Wire:
         Raises:
             PartitionError: If the tensors differ from the agreed ones; the text begins with the result of ``where``.
         """
-        specs = self.specs
-        if self.varies and len(specs) == len(tensors):
+        specs, size = self.specs, self._sizes[micro_batch]
+        if len(tensors) != len(specs):
+            found = f"{where()} are {len(tensors)} tensors, expected {len(specs)}"
+            raise PartitionError(f"{found}, as in the trial at the start; {SAME_EACH_TIME}")
+        if self.varies:
             shapes = [tuple(tensor.shape[spec.batched :]) for spec, tensor in zip(specs, tensors, strict=True)]
             specs = fill_sizes(specs, shapes, where)
-        return specs, fit_all(specs, tensors, self._sizes[micro_batch], where)
+        return specs, tuple([spec.fit(tensor, size, where) for spec, tensor in zip(specs, tensors, strict=True)])
 
     def pack(self, micro_batch: int, specs: tuple[TensorSpec, ...], tensors: Tensors) -> list[Tensor]:
         """Return the contiguous tensors to send for one message."""
-        if self._is_coded and self.coder is not None:
-            return [self.coder.encode(specs, tensors, micro_batch)]
+        if self.coding is not None:
+            return [self.coding.encode(specs, tensors, micro_batch)]
         return [spec.as_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 
     def buffers(
@@ -71,8 +75,8 @@ class Wire:
     ) -> list[tuple[Tensor, Tensor]]:
         """Return (buffer, contiguous view) for each tensor to receive."""
         size = self._sizes[micro_batch]
-        if self._is_coded and self.coder is not None:
-            num_bytes = layout(self.coder.codec, specs, size)[1]
+        if self.coding is not None:
+            num_bytes = layout(self.coding.codec, specs, size)[1]
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
             return [(buffer, buffer)]
         made = [spec.empty(size, device, pinned=pinned) for spec in specs]
@@ -80,15 +84,9 @@ class Wire:
 
     def unpack(self, micro_batch: int, specs: tuple[TensorSpec, ...], buffers: Sequence[Tensor]) -> Tensors:
         """Return the tensors of one message from its received buffers."""
-        if self._is_coded and self.coder is not None:
-            return self.coder.decode(specs, self._sizes[micro_batch], buffers[0])
+        if self.coding is not None:
+            return self.coding.decode(specs, self._sizes[micro_batch], buffers[0])
         return tuple(buffers)
-
-    def pass_on(self, micro_batch: int, specs: tuple[TensorSpec, ...], tensors: Tensors) -> Tensors:
-        """Return the tensors as a receiver in this process gets them."""
-        if not self._is_coded:
-            return tensors
-        return self.unpack(micro_batch, specs, self.pack(micro_batch, specs, tensors))
 
 
 class LocalChannel:
@@ -113,7 +111,9 @@ class LocalChannel:
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Send the tensors of one micro-batch, which must not change afterwards."""
         specs, ready = self.wire.fit(micro_batch, tensors, partial(self._where.format, micro_batch))
-        self._queue.append((micro_batch, self.wire.pass_on(micro_batch, specs, ready)))
+        if self.wire.coding is not None:
+            ready = self.wire.unpack(micro_batch, specs, self.wire.pack(micro_batch, specs, ready))
+        self._queue.append((micro_batch, ready))
 
     def recv(self, micro_batch: int) -> Tensors:
         """Return the tensors of one micro-batch, which the caller then owns.

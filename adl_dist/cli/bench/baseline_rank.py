@@ -84,7 +84,7 @@ def run(
             with bound_to(own_cores([cores_here()] * size, rank) if is_pinned else None):
                 if kind in PIPELINES:
                     borders: dict[str, Any] = {"channels_last": channels_last, "num_stages": num_stages}
-                    targets = TensorSpec.from_json(target).empty(config.train.batch_size, torch.device("cpu"))
+                    targets = TensorSpec(**target).empty(config.train.batch_size, torch.device("cpu"))
                     modules = dict(zip(own, model.children(), strict=True))
                     train_stages(modules, batches, training, schedule=kind, target=targets, **borders)
                 else:

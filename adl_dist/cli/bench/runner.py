@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
             command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
         else:
             inner = entry.inner_updates and cycle_of(entry.inner_updates)
-            task = {"kind": entry.kind, "argv": argv, "inner_updates": inner, "target": survey.target.to_json()}
+            task = {"kind": entry.kind, "argv": argv, "inner_updates": inner, "target": asdict(survey.target)}
             task_file.write_text(json.dumps(task))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
         ranks = _ranks(command, entry, bench, bench.log_folder / f"{entry.name}-{repetition}")
