@@ -1,6 +1,7 @@
-"""Stages that share weights: when their gradients are added up and applied, by the actions alone."""
+"""Tied weights, and clipping by the norm of the whole model: when sums and norms travel, by the actions alone."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -110,3 +111,43 @@ def test_the_sum_is_late_by_what_the_delays_differ():
     for name in ("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved"):
         pipeline = Pipeline(method(name), K, tied=((0, 3),))
         assert pipeline.tie_delay(pipeline.ties_of(0)[0]) == 0
+
+
+# --- Clipping by the norm of the whole model -----------------------------------------------------------------
+
+CLIPS = ["bp", "gpipe", "1f1b", "zbh1", "interleaved"]
+CLIPPING = [(name, {}) for name in CLIPS] + [(name, {"split_backward": True}) for name in ("bp", "gpipe", "1f1b")]
+every_clipping = pytest.mark.parametrize("variant", CLIPPING, ids=lambda v: " ".join([v[0], *v[1]]))
+
+
+def clipping(variant, K, M, tied=()):
+    name, options = variant
+    return Pipeline(method(name, accumulation_steps=M, **options), K, tied=tied, shares_norms=True)
+
+
+@every_clipping
+@pytest.mark.parametrize(("K", "M", "tied"), [(2, 1, ()), (3, 4, ((0, 2),)), (4, 4, ((1, 3), (0, 1, 2))), (5, 3, ())])
+def test_no_stage_updates_before_all_gradients_are_there(variant, K, M, tied):
+    """And no order of events, and no process of several stages, stands still for the norms."""
+    pipeline, groups = clipping(variant, K, M, tied), [M] * 4 + [1]
+    lists = [list(training_actions(pipeline, k, group_sizes=groups)) for k in range(K)]
+    turns = turns_of(pipeline, groups)
+    for seed in range(3):
+        done = [0] * K
+        for k, action in replay(lists, pick_next=at_random(seed), turns=turns):
+            done[k] += action.op is Op.BACKWARD_WEIGHT or action.op is Op.BACKWARD
+            if action.op is Op.UPDATE:
+                assert done == [sum(groups[: action.number + 1])] * K, (k, action)
+        assert done == [sum(groups)] * K
+    check_rendezvous(lists, turns=turns, max_pending=max_pending_of(pipeline))
+
+
+@every_clipping
+@pytest.mark.parametrize("K", [2, 4])
+def test_the_norms_cost_no_time(variant, K):
+    """Where links do, zbh1 waits for the norms of the last WG, and a process for its later stages' totals."""
+    pipeline = clipping(variant, K, 4)
+    for link in (0.0, 0.3) if variant[0] not in ("zbh1", "interleaved") else (0.0,):
+        costs = replace(Costs.balanced(K, link=link), update=[0.5] * K)
+        without = time_per_update(replace(pipeline, shares_norms=False), costs)
+        assert time_per_update(pipeline, costs) == pytest.approx(without)
