@@ -71,14 +71,11 @@ def replay(
     from_last = range(num_stages - 1, -1, -1)
     while True:
         if pick_next is downstream_first:  # it needs only the first stage that can continue
-            for stage in from_last:
-                if ready(stage):
-                    break
-            else:
-                break
-        elif runnable := [k for k in range(num_stages) if ready(k)]:
-            stage = pick_next(runnable)
+            stage = next(filter(ready, from_last), None)
         else:
+            runnable = [*filter(ready, range(num_stages))]
+            stage = pick_next(runnable) if runnable else None
+        if stage is None:
             break
         action = lists[stage][cursor[stage]]
         cursor[stage] += 1
