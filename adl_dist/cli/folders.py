@@ -23,20 +23,18 @@ from adl_dist.report.tables import text_table
 HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy", "staleness", "memory", "now")
 
 
-def named_folder(
-    command: str, arguments: Sequence[str], takes: Collection[str] = (), *, groups: Collection[str] = ()
-) -> tuple[PurePath, dict[str, str], list[str]]:
-    """Return the run folder, the other ``KEY=VALUE`` of ``arguments``, and settings.
+def named_folders(
+    command: str, arguments: Sequence[str], takes: Collection[str] = (), groups: Collection[str] = ()
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Return the run folders, the other ``KEY=VALUE`` of ``arguments``, and settings.
 
     ``takes`` are the other keys. Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
-
-    Raises:
-        ConfigError: If there is not exactly one folder, or an unknown argument.
     """
-    more = f"adl-dist {command} --help lists its arguments"
     folders, options, settings = list[str](), dict[str, str](), list[str]()
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        if equals and key in options:
+            raise ConfigError(f"adl-dist {command} takes one {key}=, got {options[key]} and {value}")
         if equals and key in takes:
             options[key] = value
         elif equals and key.lstrip("+~").partition(".")[0] in groups:
@@ -44,55 +42,55 @@ def named_folder(
         elif equals and key == "run_dir":
             folders.append(value)
         elif argument.startswith("-") or (equals and not Path(argument).is_dir()):
-            raise ConfigError(f"adl-dist {command} does not know '{argument}'; {more}")
+            raise ConfigError(
+                f"adl-dist {command} does not know '{argument}'; adl-dist {command} --help lists its arguments"
+            )
         else:
             folders.append(argument)
+    return folders, options, settings
+
+
+def named_folder(
+    command: str, arguments: Sequence[str], takes: Collection[str] = (), groups: Collection[str] = ()
+) -> tuple[PurePath, dict[str, str], list[str]]:
+    """Return the only run folder, and the other results of :func:`named_folders`."""
+    folders, options, settings = named_folders(command, arguments, takes, groups)
     if len(folders) != 1 or not folders[0]:
+        more = f"adl-dist {command} --help lists its arguments"
         raise ConfigError(f"adl-dist {command} takes one run folder, got '{' '.join(folders)}'; {more}")
     return place_of(folders[0]), options, settings
 
 
+def _several(command: str, arguments: Sequence[str], *takes: str) -> tuple[list[Path], dict[str, str], Path]:
+    """Return run folders, options with ``out``, and the folder that holds all of them."""
+    folders, options, _ = named_folders(command, arguments, ("out", *takes))
+    if not folders:
+        raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out=...]")
+    if "out" not in options and (urls := [folder for folder in folders if "://" in folder]):
+        raise ConfigError(f"adl-dist {command} reads a copy of {urls[0]}; say where to write by out=")
+    paths = [local_run(folder) for folder in folders]
+    above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
+    return paths, options, above
+
+
 def compare(arguments: Sequence[str]) -> None:
     """Compare runs, and write to ``out=FOLDER`` or their common folder."""
-    chosen = [word.removeprefix("reference=") for word in arguments if word.startswith("reference=")]
-    if len(chosen) > 1:
-        raise ConfigError(f"adl-dist compare takes one reference=RUN, got {len(chosen)}")
-    rest = [word for word in arguments if not word.startswith("reference=")]
-    paths, out, above = chosen_runs("compare", rest, out="FOLDER")
-    folder, command = above if out is None else out, shlex.join(["adl-dist", "compare", *arguments])
-    reference = local_run(chosen[0]) if chosen else None
+    paths, options, above = _several("compare", arguments, "reference")
+    folder, command = Path(options.get("out", above)), shlex.join(["adl-dist", "compare", *arguments])
+    reference = local_run(options["reference"]) if "reference" in options else None
     text = comparison.compare(paths, out=folder, reference=reference, command=command)
     sys.stdout.write(f"{text}\nwritten to {folder}: comparison.md, comparison.csv, curves.svg, curves.png\n")
 
 
 def report(arguments: Sequence[str]) -> None:
     """Write the page to ``out=FILE``, or into the runs' common folder."""
-    paths, out, above = chosen_runs("report", arguments, out="FILE.html")
-    out = above / REPORT if out is None else out
+    paths, options, above = _several("report", arguments)
+    out = Path(options.get("out", above / REPORT))
     if not out.name or out.is_dir():
         raise ConfigError(f"out={out} is a folder; name the file, like out=report.html")
     below = [[path] if (path / METRICS).is_file() else comparison.folders_below([path]) for path in paths]
     write_page(list(dict.fromkeys(run for runs in below for run in runs)), out)
     sys.stdout.write(f"written: {out}; it opens in any browser\n")
-
-
-def chosen_runs(command: str, arguments: Sequence[str], *, out: str) -> tuple[list[Path], Path | None, Path]:
-    """Return the folders of ``arguments``, their ``out``, and their parent.
-
-    ``out`` is None if it is not given. The parent holds all the folders.
-
-    Raises:
-        ConfigError: If there is no folder, or more than one ``out``.
-    """
-    outs = [Path(each.removeprefix("out=")) for each in arguments if each.startswith("out=")]
-    runs = [each.removeprefix("run_dir=") for each in arguments if not each.startswith("out=")]
-    if not outs and (urls := [run for run in runs if "://" in run]):
-        raise ConfigError(f"adl-dist {command} reads a copy of {urls[0]}; say where to write by out={out}")
-    paths = [local_run(run) for run in runs]
-    if not paths or len(outs) > 1:
-        raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out={out}]")
-    above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
-    return paths, outs[0] if outs else None, above
 
 
 def status(arguments: list[str]) -> None:

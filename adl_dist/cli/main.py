@@ -170,7 +170,7 @@ def _flush() -> None:
 
 
 def _run(command_line: list[str]) -> int:
-    name, arguments = (command_line[0], command_line[1:]) if command_line else ("", [])
+    name, *arguments = command_line or [""]
     if name == "--version":
         sys.stdout.write(f"adl-dist {__version__}\n")
         return 0
@@ -205,9 +205,8 @@ def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:
         return int(done.code or 0)
     except SystemExit as error:
         logger.error("%s", traceback.format_exc())
-        _print_error(
-            f"sys.exit({error.code}){place_of(error)} ended the command; raise an error instead", kind="error: "
-        )
+        said = f"sys.exit({error.code}){place_of(error)} ended the command; raise an error instead"
+        _print_error(said, kind="error: ")
         return 2
     except BrokenPipeError:
         return 1

@@ -34,7 +34,7 @@ def _read(
     command: str, arguments: Sequence[str], *takes: str
 ) -> tuple[PurePath, dict[str, str], list[str], dict[str, Any]]:
     """Return the run folder, options and settings of a command, and ``ema`` as a keyword."""
-    run_dir, options, words = named_folder(command, arguments, (*takes, "checkpoint", "ema"), groups=GROUPS)
+    run_dir, options, words = named_folder(command, arguments, (*takes, "checkpoint", "ema"), GROUPS)
     if (ema := options.get("ema", "false").lower()) not in ("true", "false"):
         raise ConfigError(f"ema={options['ema']}: expected true or false")
     return run_dir, options, words, {"ema": ema == "true"}

@@ -53,39 +53,32 @@ class Progress:
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Add one record of a stage."""
-        match record["name"]:
+        match name := record["name"]:
             case "stage/staleness":
-                stage, num_backwards = record["stage"], len(record["by_offset"])
-                self._staleness_sums[stage] += record["value"] * num_backwards
-                self._num_backwards[stage] += num_backwards
+                self._add(f"{name}/{record['stage']}", record["value"], len(record["by_offset"]))
             case "train/loss":
-                self._update = record["update"] + 1
-                self._last_size = record["num_samples"]
+                self._update, self._last_size = record["update"] + 1, record["num_samples"]
                 self._samples += self._last_size
-                num_terms = record.get("num_terms", self._last_size)  # what the loss is the mean over
-                self._loss_sum += record["value"] * num_terms
-                self._num_terms += num_terms
+                # What the loss is the mean over.
+                self._add(name, record["value"], record.get("num_terms", self._last_size))
                 self._seconds = record["elapsed_seconds"]
-                of_unit = self._num_terms if self._unit == TOKENS else self._samples
+                of_unit = self._sums[name][1] if self._unit == TOKENS else self._samples
                 self._rate = of_unit / max(self._seconds_before + self._seconds, 1e-9)
-            case name if record.get("is_metric") and name != "train/accuracy":
-                total, count = self._metrics.get(name, (0.0, 0.0))
-                self._metrics[name] = total + record["value"] * record["num_targets"], count + record["num_targets"]
             case "train/accuracy":
                 # The targets are those of the loss before it, counted apart: a line may be drawn between the two.
-                num_targets = record.get("num_targets", self._last_size)
-                self._num_correct += record["value"] * num_targets
-                self._num_judged += num_targets
+                self._add(name, record["value"], record.get("num_targets", self._last_size))
             case "train/skipped_updates":
                 self._update = record["update"] + 1
                 self._num_skipped += 1
+            case _ if record.get("is_metric"):
+                self._add(name, record["value"], record["num_targets"])
         now = time.monotonic()
-        if self._bar is not None and self._samples and now - self._shown_at > REDRAW_SECONDS:
+        if self._samples and now - self._shown_at > (LINE_SECONDS if self._bar is None else REDRAW_SECONDS):
             self._shown_at = now
-            self._draw(self._bar)
-        elif self._bar is None and self._samples and now - self._shown_at > LINE_SECONDS:
-            self._shown_at = now
-            self.note(self._line())
+            if self._bar is None:
+                self.note(self._line())
+            else:
+                self._draw(self._bar)
 
     def end(self, loss: float | None, accuracy: float | None, metrics: Mapping[str, float] | None = None) -> None:
         """Write the line of the epoch, with figures of the validation if any."""
@@ -117,8 +110,28 @@ class Progress:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
 
+    @property
+    def train_loss(self) -> float | None:
+        """The mean loss of the epoch so far, or None before its first update."""
+        return self._mean("train/loss")
+
+    def _reset(self) -> None:
+        """Set all counts of an epoch to zero."""
+        self._sums: dict[str, tuple[float, float]] = {}  # sum and count, by the name of the record, and its stage
+        self._samples, self._num_skipped, self._seconds_before = 0, 0, 0.0
+
+    def _add(self, name: str, mean: float, count: float) -> None:
+        total, before = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = total + mean * count, before + count
+
+    def _mean(self, name: str) -> float | None:
+        total, count = self._sums.get(name, (0.0, 0.0))
+        return total / count if count else None
+
     def _line(self) -> str:
-        figures = f"{self._figures()}  {self._rate:7,.0f} {self._unit}/s  staleness {self._staleness()}"
+        means = [self._mean(f"stage/staleness/{k}") for k in range(self._num_stages)]
+        staleness = "/".join("-" if mean is None else f"{mean:.3g}" for mean in means)
+        figures = f"{self._figures()}  {self._rate:7,.0f} {self._unit}/s  staleness {staleness}"
         return f"{self._head}  {self._place()}  {figures}"
 
     def _draw(self, bar: Bar) -> None:
@@ -129,33 +142,18 @@ class Progress:
         bar.update(bar.task_ids[0], completed=self._update, figures=figures)
         bar.refresh()
 
-    @property
-    def train_loss(self) -> float | None:
-        """The mean loss of the epoch so far, or None before its first update."""
-        return self._loss_sum / self._num_terms if self._num_terms else None
-
-    def _reset(self) -> None:
-        """Set all counts of an epoch to zero."""
-        self._loss_sum = self._num_terms = self._num_correct = self._seconds_before = 0.0
-        self._samples = self._num_judged = self._num_skipped = 0
-        self._metrics: dict[str, tuple[float, float]] = {}  # sum and count, by the name of the record
-        self._staleness_sums, self._num_backwards = [0.0] * self._num_stages, [0] * self._num_stages
-
-    def _staleness(self) -> str:
-        means = zip(self._staleness_sums, self._num_backwards, strict=True)
-        return "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
-
     def _place(self) -> str:
         return f"update {self._update:>{len(str(self._total_updates))}}/{self._total_updates}"
 
     def _figures(self) -> str:
-        accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
-        loss = math.nan if self.train_loss is None else self.train_loss
-        for name, (total, count) in self._metrics.items():
-            value = total / count if name != "train/perplexity" else math.exp(min(loss, 700.0))
-            accuracy += f"  {name.removeprefix('train/')} {value:.4g}"
-        skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
-        return f"loss {loss:.4f}{accuracy}{skipped}"
+        means = {name.removeprefix("train/"): self._mean(name) for name in self._sums if name.startswith("train/")}
+        loss, accuracy = means.pop("loss", None), means.pop("accuracy", None)
+        text = f"loss {math.nan if loss is None else loss:.4f}" + ("" if accuracy is None else f"  acc {accuracy:7.2%}")
+        for name, value in means.items():
+            if name == "perplexity":  # of the mean loss
+                value = math.nan if loss is None else math.exp(min(loss, 700.0))
+            text += f"  {name} {value:.4g}"
+        return text + (f"  skipped {self._num_skipped}" if self._num_skipped else "")
 
 
 class _Terminal:

@@ -1,7 +1,7 @@
 """One page about one or several runs, as a single HTML file."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
     """Return the variables of the template."""
     runs: list[Run] = [Run(folder) for folder in folders]
     subject: Any
-    found: dict[str, Callable[[Any], Sequence[Any]]]
+    found: dict[str, Callable[[Any], Iterable[Any]]]
     if len(runs) == 1:
         title, subject, found = one_run.title_of(runs[0]), runs[0], {**one_run.SECTIONS}
         head, facts = _shown(lambda: one_run.head(runs[0])), one_run.facts(runs[0])
@@ -74,10 +74,10 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _shown(build: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    """Return a part of the page, or a line with its error."""
+def _shown(build: Callable[[], Iterable[Any]]) -> Sequence[Any]:
+    """Return a section of the page, or a line with its error."""
     try:
-        return build()
+        return list(build())
     except DAMAGE as error:
         reason = in_one_line(error)[:300]
         return [text(f"Cannot be shown: a file of the run is damaged or of another version ({reason}).", "bad")]

@@ -1,6 +1,6 @@
 """The content of the page about one run, section by section."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import yaml
@@ -77,8 +77,8 @@ def ending(run: Run) -> str:
     return "stopped" if "stopped" in run.summary else run.status
 
 
-def head(run: Run) -> list[Part]:
-    """Return the end of the run, and the verdict on its stages."""
+def head(run: Run) -> Iterator[Part]:
+    """Yield the end of the run, and the verdict on its stages."""
     css, said = ENDINGS[ending(run)]
     summary = run.summary
     if "stopped" in summary:
@@ -89,8 +89,9 @@ def head(run: Run) -> list[Part]:
         said += f"; the last record is of update {max(updates) + 1}"
     said += f", ended by {summary['ended_by']}" if "ended_by" in summary else ""
     said += f": {counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}" if summary else ""
-    judged = verdict(run)
-    return [text(f"{said}.", css), *([text(judged, "verdict")] if judged else [])]
+    yield text(f"{said}.", css)
+    if judged := verdict(run):
+        yield text(judged, "verdict")
 
 
 def verdict(run: Run) -> str | None:
@@ -158,8 +159,8 @@ def _end_and_best(run: Run, name: str) -> str:
     return "" if end is None else f"{value_text(name, end)}{shown}"
 
 
-def results(runs: Sequence[Run]) -> Sequence[Part]:
-    """Return the results of runs, each in a column; newest records where there are no results."""
+def results(runs: Sequence[Run]) -> Iterator[Part]:
+    """Yield the results of runs, each in a column; newest records where there are no results."""
     known = dict.fromkeys(n.replace("/", "_", 1) for run in runs for n in (*run.summary, *run.curves))
     kinds = ("validation_",) if all(run.summary for run in runs) else ("validation_", "train_")
     names = [name for name in known if name.startswith(kinds) and name not in FIGURES]
@@ -176,30 +177,24 @@ def results(runs: Sequence[Run]) -> Sequence[Part]:
         peaks = (max((one["peak_memory_bytes"] for one in holders(run.summary)), default=0) for run in runs)
         rows.append(["memory of the largest process", *(f"{peak / 2**20:,.0f} MiB" if peak else "" for peak in peaks)])
         rows.append(["end", *(ENDINGS[ending(run)][1].partition(":")[0].lower() for run in runs)])
-    found: list[Part] = [table(rows, texts=range(1, len(rows[0])))] if len(rows) > 1 else []
-    found += [] if any(run.summary for run in runs) else [NO_SUMMARY]
+    yield table(rows, texts=range(1, len(rows[0])))
+    if not any(run.summary for run in runs):
+        yield NO_SUMMARY
     if not any(name.startswith("validation_") for name in names):
-        found.append(text("validation; give the run validation data.", MISSING))
-    return [*found, text("Times and speeds are those since a run was last started.", "quiet")]
+        yield text("validation; give the run validation data.", MISSING)
+    yield text("Times and speeds are those since a run was last started.", "quiet")
 
 
-def _curves(run: Run) -> Sequence[Part]:
+def _curves(run: Run) -> Iterator[Part]:
     found = {name.partition("/")[2] for name in run.curves if name.startswith(("train/", "validation/"))}
     names = [*(["loss"] if "loss" in found else []), *sorted(found - APART)]
-    charts = [
-        chart(name.replace("_", " "), label, _learning(run, name, x))
-        for name in names
-        for x, label in parts.AXES.items()
-    ]
-    for name in ("learning_rate", "gradient_norm"):
-        whole = "model" if name == "gradient_norm" else "learning rate"
+    charts = [chart(n.replace("_", " "), x, _learning(run, n, key)) for n in names for key, x in parts.AXES.items()]
+    for name, whole in (("learning_rate", "learning rate"), ("gradient_norm", "model")):
         drawn = _drawn(Curve(whole, "c0", places(run.finite(f"train/{name}"))))
         drawn += _of_stages(run, f"stage/{name}", run.finite)
         charts += [chart(name.replace("_", " "), "epoch", drawn, from_zero=True)] if drawn else []
     caption = "Thin line: each update; thick line: moving average. Seconds are without validation and saving."
-    if not charts:
-        return [text("curves; metrics.jsonl gets them while a run trains.", MISSING)]
-    return [parts.charts(charts, caption)]
+    yield parts.charts(charts, caption, "curves; metrics.jsonl gets them while a run trains.")
 
 
 def _drawn(*curves: Curve) -> list[Curve]:
@@ -220,21 +215,20 @@ def _of_stages(run: Run, name: str, read: Callable[[str], Sequence[Point]], scal
     return _drawn(*(Curve(f"stage {k}", colour(k), places(read(f"{name}/{k}"), scale=scale)) for k in stages))
 
 
-def _throughput(run: Run) -> Sequence[Part]:
+def _throughput(run: Run) -> Iterator[Part]:
     points = run.finite("train/loss")
     points = points[:: max(1, -(-len(points) // BINS))]
     unit, total = run.unit, run.summary.get("num_samples")
     scale = run.summary["num_tokens"] / total if total and "num_tokens" in run.summary else 1.0
     pairs = [(a, b) for a, b in pairwise(points) if b.seconds > a.seconds]
-    if not pairs:
-        return [text("the speed; metrics.jsonl has no records of updates.", MISSING)]
     speeds = [(b.seconds, scale * (b.samples - a.samples) / (b.seconds - a.seconds)) for a, b in pairs]
-    drawn = chart(f"{unit} per second", "seconds of training", [Curve(unit, "c0", speeds)], from_zero=True)
-    return [parts.charts([drawn], f"Each point: mean over the time since the one before it. At most {BINS} points.")]
+    drawn = [chart(f"{unit} per second", "seconds of training", [Curve(unit, "c0", speeds)], from_zero=True)]
+    caption = f"Each point: mean over the time since the one before it. At most {BINS} points."
+    yield parts.charts(drawn if speeds else [], caption, "the speed; metrics.jsonl has no records of updates.")
 
 
-def stage_table(runs: Sequence[Run]) -> list[Part]:
-    """Return how busy and how stale the stages of runs were."""
+def stage_table(runs: Sequence[Run]) -> Iterator[Part]:
+    """Yield how busy and how stale the stages of runs were."""
     rows: list[Sequence[object]] = [["", "stage", "busy", "delay", "mean staleness", "expected", "largest"]]
     for run in runs:
         planned = {f.stage: (f.delay, f"{f.staleness_mean:.3f}") for f in figures(run.pipeline)} if run.pipeline else {}
@@ -244,27 +238,29 @@ def stage_table(runs: Sequence[Run]) -> list[Part]:
             stale = [delay, f"{stage['staleness_mean']:.3f}", expected, stage["staleness_max"]]
             rows.append([run.label, stage["stage"], busy, *stale])
     if len(rows) == 1:
-        return [NO_SUMMARY]
+        yield NO_SUMMARY
+        return
+    yield table(rows, texts=(2,))
     note = (
         "Busy: the share of training time in forward, backward and update. Delay: in micro-batches. Staleness: "
         "updates of the stage between the forward of a micro-batch and its own update; expected: that of the "
         "schedule, once the pipeline is full."
     )
-    return [table(rows, texts=(2,)), text(note, "quiet")]
+    yield text(note, "quiet")
 
 
-def _stages(run: Run) -> Sequence[Part]:
-    found, charts = stage_table([run]), list[Part]()
+def _stages(run: Run) -> Iterator[Part]:
+    yield from stage_table([run])
+    charts = list[Part]()
     if busy_shares := _of_stages(run, "stage/busy_share", run.finite, scale=100):
         charts.append(chart("busy (%)", "epoch", busy_shares, from_zero=True, top=100))
     if staleness := _of_stages(run, "stage/staleness", lambda name: _over_epoch(run.finite(name))):
         charts.append(chart("mean staleness (updates)", "epoch", staleness, from_zero=True))
     if charts:
         note = "Staleness: mean since the record before (runtime.stage_records_every), averaged over an epoch."
-        found.append(parts.charts(charts, note))
+        yield parts.charts(charts, note)
     if run.timeline is not None:
-        found.append(parts.shares(run.timeline, "The time of each stage during the timeline below."))
-    return found
+        yield parts.shares(run.timeline, "The time of each stage during the timeline below.")
 
 
 def _over_epoch(points: Sequence[Point]) -> list[Point]:
@@ -272,43 +268,42 @@ def _over_epoch(points: Sequence[Point]) -> list[Point]:
     return moving_average(points, max(1, len(points) // max(1, round(points[-1].epoch)))) if points else []
 
 
-def _timeline(run: Run) -> Sequence[Part]:
+def _timeline(run: Run) -> Iterator[Part]:
     pipeline, timeline = run.pipeline, run.timeline
     if pipeline is None:
-        return [text("the method, without which no schedule can be drawn (config.yaml).", MISSING)]
+        yield text("the method, without which no schedule can be drawn (config.yaml).", MISSING)
+        return
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if timeline is None:
         num = min(2 * (K + M), max(MOST_MICRO_BATCHES, 2 * K + 8))
         spans = spans_of_schedule(pipeline, num)
         length = max(span.end for span in spans)
         planned = parts.lanes("The schedule", spans, length, lambda span: None)
-        caption = "From an empty pipeline on. A message takes a tick."
-        return [NO_TIMELINE, parts.timelines([planned], K, length, "ticks", caption)]
+        yield NO_TIMELINE
+        yield parts.timelines([planned], K, length, "ticks", "From an empty pipeline on. A message takes a tick.")
+        return
     stale = {(k, each.op, each.number): each.staleness for k, events in enumerate(timeline.stages) for each in events}
     spans, free = window(spans_of_timeline(timeline), K), window(spans_with_free_links(pipeline, timeline), K)
     length = max(span.end for span in (*spans, *free))
     measured = f"Measured {'in the middle of' if timeline.is_steady else 'in'} epoch {timeline.epoch + 1}"
     drawn = [parts.lanes(measured, spans, length, lambda s: stale[s.stage, s.action.op.value, s.action.number])]
     if free:
-        planned = parts.lanes(
-            "The same updates by the schedule, if messages took no time",
-            free,
-            length,
-            lambda s: pipeline.staleness(s.stage, s.action.number) if s.action.op in BACKWARDS else None,
-        )
-        drawn.append(planned)
-    notes = ["Numbers: micro-batch, and U for an update. For all events of a run set runtime.trace=true."]
+        expected = {s: pipeline.staleness(s.stage, s.action.number) for s in free if s.action.op in BACKWARDS}
+        name = "The same updates by the schedule, if messages took no time"
+        drawn.append(parts.lanes(name, free, length, expected.get))
+    notes = "Numbers: micro-batch, and U for an update. For all events of a run set runtime.trace=true."
     if not timeline.is_steady:
-        notes.append("The run was too short for a part in which all stages are at work all the time.")
+        notes += " The run was too short for a part in which all stages are at work all the time."
     if timeline.device == "cuda":
-        notes.append("On a GPU these are the times in which the host launched the work, not those of the device.")
-    return [parts.timelines(drawn, K, length, "milliseconds", " ".join(notes))]
+        notes += " On a GPU these are the times in which the host launched the work, not those of the device."
+    yield parts.timelines(drawn, K, length, "milliseconds", notes)
 
 
-def _memory(run: Run) -> Sequence[Part]:
+def _memory(run: Run) -> Iterator[Part]:
     held, is_alone = holders(run.summary), "processes" not in run.summary
     if not held:
-        return [NO_SUMMARY]
+        yield NO_SUMMARY
+        return
     names = {**PEAKS, "peak_tensor_bytes": "of it tensors"}
     columns = [name for name in names if any(name in one for one in held)]
     largest = max((one.get(name, 0) for one in held for name in columns), default=1)
@@ -317,40 +312,34 @@ def _memory(run: Run) -> Sequence[Part]:
         name = one["stage"] if is_alone else f"{one['rank']} (stages {', '.join(map(str, one['stages']))})"
         sizes = [one.get(column) for column in columns]
         rows.append([name, *("" if n is None else bar(f"{n / 2**20:,.1f} MiB", 100 * n / largest) for n in sizes)])
-    found: list[Part] = [table(rows, texts=range(1, 1 + len(columns)))]
+    yield table(rows, texts=range(1, 1 + len(columns)))
     if "peak_tensor_bytes" not in columns:
-        found.append(text("the bytes of tensors alone; set runtime.profile_memory=true.", MISSING))
-    return found
+        yield text("the bytes of tensors alone; set runtime.profile_memory=true.", MISSING)
 
 
-def _cut(run: Run) -> Sequence[Part]:
-    found, stages = list[Part](), run.start.get("stages", ())
+def _cut(run: Run) -> Iterator[Part]:
+    stages = run.start.get("stages", ())
     rows: list[Sequence[object]] = [["stage", "units", "from", "to", "forward", "backward", "update"]]
-    rows += [[k, *units, *_times(run, k)] for k, units in enumerate(stages)]
-    if len(rows) > 1:
-        note = "Times: medians of the timeline, per micro-batch; update: per update."
-        found += [table(rows, texts=(2, 3)), text(note, "quiet")]
+    kinds = (Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), (Op.UPDATE,)
+    for k, units in enumerate(stages):
+        is_timed = run.timeline is not None and k < len(run.timeline.stages)
+        times = [run.timeline.median_seconds(k, *ops) if is_timed else None for ops in kinds]
+        rows.append([k, *units, *("" if seconds is None else f"{1000 * seconds:.2f} ms" for seconds in times)])
+    if stages:
+        yield table(rows, texts=(2, 3))
+        yield text("Times: medians of the timeline, per micro-batch; update: per update.", "quiet")
     if not run.units:
-        why = "the cost of each unit; set partition.balance=auto to measure it and cut by it."
-        return [*found, text(why, MISSING)]
-    if len(run.units) <= MOST_UNITS:
-        found.append(_unit_bars(run))
+        yield text("the cost of each unit; set partition.balance=auto to measure it and cut by it.", MISSING)
+    elif len(run.units) <= MOST_UNITS:
+        yield _unit_bars(run)
     rows = [["cut after", "stages", "activation", "gradient"]]
-    for k, stop in enumerate(accumulate(size for size, _, _ in stages[:-1])):
+    for k, stop in enumerate(accumulate(size for size, _, _ in stages[:-1]) if run.units else ()):
         unit = run.units[stop - 1]
         crossing = [f"{int(unit.get(name, 0)) / 1024:,.1f} KiB" for name in ("act_bytes", "grad_bytes")]
         rows.append([unit["name"], f"{k} to {k + 1}", *crossing])
     if len(rows) > 1:
-        found += [table(rows), text("Bytes of one micro-batch that cross each cut.", "quiet")]
-    return found
-
-
-def _times(run: Run, stage: int) -> list[str]:
-    if run.timeline is None or stage >= len(run.timeline.stages):
-        return ["", "", ""]
-    kinds = (Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT), (Op.UPDATE,)
-    times = (run.timeline.median_seconds(stage, *ops) for ops in kinds)
-    return ["" if seconds is None else f"{1000 * seconds:.2f} ms" for seconds in times]
+        yield table(rows)
+        yield text("Bytes of one micro-batch that cross each cut.", "quiet")
 
 
 def _unit_bars(run: Run) -> Part:
@@ -367,51 +356,52 @@ def _unit_bars(run: Run) -> Part:
     return parts.bars(bars, [*zip(kinds, kinds, strict=True)], caption)
 
 
-def _links(run: Run) -> Sequence[Part]:
+def _links(run: Run) -> Iterator[Part]:
     rows: list[Sequence[object]] = [["measured of", "link", "bandwidth", "latency"]]
     for measured, links in run.links.items():
         for k, (rate, seconds) in enumerate(links):
-            shown = (
-                ["within a process", ""]
-                if rate >= FREE
-                else [f"{8 * rate / 1e6:,.0f} Mbit/s", f"{1000 * seconds:.3f} ms"]
-            )
-            rows.append([measured, f"{k} to {k + 1}", *shown])
-    found: list[Part] = [table(rows, texts=(1,))] if len(rows) > 1 else []
+            speed = "within a process" if rate >= FREE else f"{8 * rate / 1e6:,.0f} Mbit/s"
+            rows.append([measured, f"{k} to {k + 1}", speed, "" if rate >= FREE else f"{1000 * seconds:.3f} ms"])
+    if len(rows) > 1:
+        yield table(rows, texts=(1,))
     given = run.config.get("partition", {}).get("links")
     if given not in (None, "auto"):
-        found.append(text(f"Described by partition.links: {given}."))
-    if not found:
-        found.append(text("link speeds; set partition.balance=auto partition.links=auto to measure them.", MISSING))
-    return [*found, *([table(coded, texts=(1, 2))] if (coded := coded_rows(run.summary)) else [])]
+        yield text(f"Described by partition.links: {given}.")
+    elif len(rows) == 1:
+        yield text("link speeds; set partition.balance=auto partition.links=auto to measure them.", MISSING)
+    if coded := coded_rows(run.summary):
+        yield table(coded, texts=(1, 2))
 
 
-def _events(run: Run) -> Sequence[Part]:
-    numbers = {kind: len(run.curves.get(name, ())) for name, kind in EVENTS.items()}
-    found: list[Part] = [text(f"{number} {kind}.", "bad") for kind, number in numbers.items() if number]
+def _events(run: Run) -> Iterator[Part]:
+    for name, kind in EVENTS.items():
+        if number := len(run.curves.get(name, ())):
+            yield text(f"{number} {kind}.", "bad")
     if not run.logs:
-        return [*found, text("logs; the processes of a run with a run_dir write them.", MISSING)]
+        yield text("logs; the processes of a run with a run_dir write them.", MISSING)
+        return
     resumed = [entry for entry in run.logs if entry.text.startswith(RESUMED)]
     serious = [entry for entry in run.logs if entry.level in ("WARNING", "ERROR", "CRITICAL")]
     if resumed:
         times = "once" if len(resumed) == 1 else f"{len(resumed)} times"
-        found.append(text(f"The run was started again from a checkpoint {times}."))
+        yield text(f"The run was started again from a checkpoint {times}.")
     if not serious:
-        found.append(text("No warnings and no errors in the logs: no stall, no process that was lost.", "good"))
+        yield text("No warnings and no errors in the logs: no stall, no process that was lost.", "good")
     entries = sorted([*serious, *resumed], key=lambda entry: entry.time)
     if len(entries) > MOST_ENTRIES:
-        found.append(text(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet"))
-    shown = [f"{e.time} {e.rank} {e.level.lower()}: {e.text[:LONGEST_ENTRY]}" for e in entries[-MOST_ENTRIES:]]
-    return [*found, *(text(one, VERBATIM) for one in shown)]
+        yield text(f"The newest {MOST_ENTRIES} of {len(entries)} entries of the logs:", "quiet")
+    for entry in entries[-MOST_ENTRIES:]:
+        yield text(f"{entry.time} {entry.rank} {entry.level.lower()}: {entry.text[:LONGEST_ENTRY]}", VERBATIM)
 
 
-def _configuration(run: Run) -> Sequence[Part]:
-    if not run.config:
-        return [text("the settings, which config.yaml has.", MISSING)]
-    return [text(yaml.safe_dump(dict(run.config), sort_keys=False), VERBATIM)]
+def _configuration(run: Run) -> Iterator[Part]:
+    if run.config:
+        yield text(yaml.safe_dump(dict(run.config), sort_keys=False), VERBATIM)
+    else:
+        yield text("the settings, which config.yaml has.", MISSING)
 
 
-SECTIONS: dict[str, Callable[[Run], Sequence[Part]]] = {
+SECTIONS: dict[str, Callable[[Run], Iterator[Part]]] = {
     "Results": lambda run: results([run]),
     "Learning curves": _curves,
     "Throughput": _throughput,

@@ -60,9 +60,9 @@ def places(points: Sequence[Point], x: str = "epoch", scale: float = 1.0) -> lis
     return [(getattr(point, x), scale * point.value) for point in points[:: max(1, len(points) // MOST_POINTS)]]
 
 
-def charts(drawn: Sequence[Part], caption: str) -> Part:
-    """Return charts side by side."""
-    return {"kind": "charts", "charts": drawn, "caption": caption}
+def charts(drawn: Sequence[Part], caption: str, otherwise: str = "") -> Part:
+    """Return charts side by side, or without any the way to the missing record."""
+    return {"kind": "charts", "charts": drawn, "caption": caption} if drawn else text(otherwise, MISSING)
 
 
 def chart(

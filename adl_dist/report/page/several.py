@@ -1,6 +1,6 @@
 """The content of the page that compares several runs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from adl_dist.errors import ConfigError
@@ -28,7 +28,7 @@ def add_short_labels(runs: Sequence[Run]) -> None:
         run.label = label
 
 
-def _curves(runs: Sequence[Run]) -> Sequence[Part]:
+def _curves(runs: Sequence[Run]) -> Iterator[Part]:
     charts = list[Part]()
     for name in ("validation/loss", "validation/accuracy", "train/loss"):
         found = [(run.label, run.finite(name)) for run in runs[:MOST_CURVES] if run.finite(name)]
@@ -37,34 +37,38 @@ def _curves(runs: Sequence[Run]) -> Sequence[Part]:
             charts.append(chart(name.replace("/", " "), label, drawn))
     shown = f" The first {MOST_CURVES} of {len(runs)} runs." if len(runs) > MOST_CURVES else ""
     caption = f"Seconds are without validation and saving. adl-dist compare draws medians over seeds.{shown}"
-    return [parts.charts(charts, caption)] if charts else [text("the loss; no run has records of it.", MISSING)]
+    yield parts.charts(charts, caption, "the loss; no run has records of it.")
 
 
-def _overhead(runs: Sequence[Run]) -> Sequence[Part]:
+def _overhead(runs: Sequence[Run]) -> Iterator[Part]:
     names = {str(run.folder): run.label for run in runs}
-    rows = overhead.rows(runs, names)
-    if not rows:
-        return [text("the loss of two runs, without which they cannot be compared.", MISSING)]
-    return [table(rows), text(overhead.note(runs, names), "quiet")]
+    if rows := overhead.rows(runs, names):
+        yield table(rows)
+        yield text(overhead.note(runs, names), "quiet")
+    else:
+        yield text("the loss of two runs, without which they cannot be compared.", MISSING)
 
 
-def _stages(runs: Sequence[Run]) -> Sequence[Part]:
+def _stages(runs: Sequence[Run]) -> Iterator[Part]:
+    yield from stage_table(runs)
     timelines = [(run.label, run.timeline) for run in runs if run.timeline is not None]
-    shares = [parts.shares(timeline, f"{label}: the time of each stage.") for label, timeline in timelines]
-    return [*stage_table(runs), *shares, *([] if timelines else [NO_TIMELINE])]
+    for label, timeline in timelines:
+        yield parts.shares(timeline, f"{label}: the time of each stage.")
+    if not timelines:
+        yield NO_TIMELINE
 
 
-def _differences(runs: Sequence[Run]) -> Sequence[Part]:
+def _differences(runs: Sequence[Run]) -> Iterator[Part]:
     flat = [run.settings for run in runs]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if key not in NOT_COMPARED]
-    telling = [key for key in keys if len({str(one.get(key, "")) for one in flat}) > 1]
-    if not telling:
-        return [text("The settings of these runs are the same.")]
-    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in telling]
-    return [table([["setting", *(run.label for run in runs)], *rows], texts=range(1, len(runs) + 1))]
+    rows = [[key, *(str(one.get(key, "")) for one in flat)] for key in keys]
+    if telling := [row for row in rows if len({*row[1:]}) > 1]:
+        yield table([["setting", *(run.label for run in runs)], *telling], texts=range(1, len(runs) + 1))
+    else:
+        yield text("The settings of these runs are the same.")
 
 
-SECTIONS: dict[str, Callable[[Sequence[Run]], Sequence[Part]]] = {
+SECTIONS: dict[str, Callable[[Sequence[Run]], Iterator[Part]]] = {
     "Results": results,
     "Learning curves": _curves,
     "Training to the same loss": _overhead,
