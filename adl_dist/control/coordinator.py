@@ -24,8 +24,8 @@ from adl_dist.errors import AdlError, DataError, DivergedError, SaveError, Stage
 from adl_dist.monitor.trace import TRACE, write_trace
 from adl_dist.report import MetricsWriter, Progress, warn
 from adl_dist.report.callbacks import Callbacks, TrainerState
-from adl_dist.report.logs import RESUMED
 from adl_dist.report.progress import TOKENS
+from adl_dist.report.runs import RESUMED
 from adl_dist.report.timeline import TIMELINE, Timeline
 from adl_dist.report.totals import Totals, TrainResult
 from adl_dist.schedule.run_plan import Plan

@@ -6,7 +6,7 @@ from statistics import median
 from adl_dist.errors import ConfigError
 from adl_dist.report.page import render
 from adl_dist.report.page.parts import CSS, lanes, nice_ticks, timelines
-from adl_dist.report.spans import FORWARDS, STYLES, spans_of_ticks
+from adl_dist.report.timeline import FORWARDS, STYLES, spans_of_ticks
 from adl_dist.schedule.actions import BACKWARDS, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 
 from adl_dist.errors import AdlError, ConfigError, in_one_line
-from adl_dist.report.logs import read_logs
 from adl_dist.report.recorder import METRICS, tag_of
 from adl_dist.report.timeline import TIMELINE, Timeline
 from adl_dist.schedule import Pipeline, method
@@ -24,6 +24,9 @@ START = "start.json"  # command, host, device, parameters, software, and each st
 CONTENDER = "contender"  # key of config.yaml that names a run of another system, like DDP
 # Not part of a label: columns, seeds and places; the method has a label of its own.
 NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "num_stages", "seed", "run_dir", "resume")
+RESUMED = "resumed from"  # how the entry of a start from a checkpoint begins
+TIME = r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} "
+ENTRY = re.compile(rf"{TIME}([A-Z]+) (.*(?:\n(?!{TIME[1:]}).*)*)", re.MULTILINE)
 LONGEST_RECORD = 4096  # bytes of a line of metrics.jsonl, at most
 Status = Literal["complete", "diverged", "unfinished"]
 # Exceptions that files of another version, damaged or edited ones raise.
@@ -38,6 +41,22 @@ class Point(NamedTuple):
     samples: int
     seconds: float  # without validation and saving
     value: float
+
+
+class Entry(NamedTuple):
+    """One entry of a log: a line with a time, and the lines after it."""
+
+    rank: str  # the log's name, like "rank0"
+    time: str
+    level: str  # as logging calls it
+    text: str
+
+
+def read_logs(folder: Path) -> list[Entry]:
+    """Return the log entries of all processes by time; OSError if unreadable."""
+    texts = {path.stem: path.read_text(errors="replace") for path in sorted((folder / "logs").glob("rank*.log"))}
+    entries = [Entry(rank, *found.group(1, 2, 3)) for rank, text in texts.items() for found in ENTRY.finditer(text)]
+    return sorted(entries, key=lambda entry: entry.time)
 
 
 def _object_in(path: Path) -> dict[str, Any]:

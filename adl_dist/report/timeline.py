@@ -1,14 +1,16 @@
-"""``run_dir/timeline.json``: the actions of a few updates."""
+"""``run_dir/timeline.json``, the actions of a few updates; and schedules and timelines as spans of time, to draw."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from adl_dist.report.files import write_atomically
-from adl_dist.schedule.actions import LINKS, RECEIVES, Op
+from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, Action, Op
+from adl_dist.schedule.pipeline import Pipeline
+from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
 
 TIMELINE = "timeline.json"
 _SHARE = {
@@ -20,6 +22,22 @@ _SHARE = {
     **dict.fromkeys((Op.LOAD, *LINKS), "load, send"),
 }
 SHARES = (*dict.fromkeys(_SHARE.values()), "other")
+
+# Okabe and Ito's colours, which colour-blind people tell apart: face, text.
+STYLES = {
+    Op.FORWARD: ("#56B4E9", "black", "forward"),
+    Op.FORWARD_ONLY: ("#C9E6F7", "black", "forward, input kept only"),
+    Op.RECOMPUTE: ("#F0E442", "black", "forward again"),
+    Op.BACKWARD: ("#E69F00", "black", "backward"),
+    Op.BACKWARD_INPUT: ("#E69F00", "black", "I: backward, without gradients of weights"),
+    Op.BACKWARD_WEIGHT: ("#009E73", "white", "WG: gradients of weights"),
+    Op.LEARN: ("#CC79A7", "black", "the head learns"),
+}
+# Lengths in a tick, in forwards: a backward costs about two, each of its parts one.
+LENGTHS = {Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.LEARN: 1}
+FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
+BOXES = (*STYLES, Op.UPDATE)
+SMALL = (Op.LOAD, *LINKS)  # drawn in measured pictures
 
 
 class Timed(NamedTuple):
@@ -92,3 +110,110 @@ class Timeline:
             spent[_SHARE.get(Op(each.op), "other")] += (each.end - each.begin) / length
         spent["other"] += 1.0 - sum(spent.values())
         return spent
+
+
+def spans_of_schedule(pipeline: Pipeline, num_micro_batches: int) -> list[Span]:
+    """Return the spans of a schedule from an empty pipeline on, in ticks."""
+    lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
+    return list(spans_of_ticks(ticks(lists, turns=turns)))
+
+
+def spans_of_ticks(table: Sequence[Mapping[int, Sequence[Action]]]) -> Iterator[Span]:
+    """Yield the actions of each tick: the forward first, then all others."""
+    in_ticks = [actions for row in table for actions in row.values()]
+    is_split = any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions)
+    lengths = {**LENGTHS, Op.BACKWARD: 1} if is_split else LENGTHS
+    parts = 1 + max(sum(lengths.get(a.op, 0) for a in actions if a.op not in FORWARDS) for actions in in_ticks)
+    for stage, row in enumerate(table):
+        for tick, actions in row.items():
+            end = tick + 1 / parts
+            for action in actions:
+                if action.op in FORWARDS:
+                    yield Span(stage, action, tick, tick + 1 / parts)
+                else:
+                    start, end = end, end + lengths.get(action.op, 0) / parts
+                    yield Span(stage, action, start, end)
+
+
+def spans_of_timeline(timeline: Timeline) -> list[Span]:
+    """Return the measured spans, in milliseconds."""
+    return [
+        Span(k, Action(Op(each.op), each.number), 1000 * each.begin, 1000 * each.end)
+        for k, events in enumerate(timeline.stages)
+        for each in events
+    ]
+
+
+def spans_with_free_links(pipeline: Pipeline, timeline: Timeline) -> list[Span]:
+    """Return the spans of a timeline's updates by the schedule, in milliseconds.
+
+    Actions take the median of their measured times, messages none. Empty without a full pipeline or a measured time.
+    """
+    costs = costs_of(timeline)
+    if costs is None or not timeline.is_steady:
+        return []
+    M, begins = pipeline.micro_batches_per_update, pipeline.updates_to_fill
+    firsts = [each.number for each in timeline.stages[0] if each.op == Op.UPDATE.value]
+    shift, num_updates = firsts[0] - begins, len(firsts)
+    lists, turns = in_processes(pipeline, num_micro_batches=M * (2 * begins + num_updates + 2))
+    found, made = list[Span](), [-1] * pipeline.num_stages  # the update that each stage made last
+    for span in simulate(lists, costs, turns=turns):
+        op, number = span.action
+        if op is Op.UPDATE:
+            made[span.stage] = number
+        if begins <= made[span.stage] < begins + num_updates:
+            by = shift if op is Op.UPDATE else shift * M
+            found.append(span._replace(action=Action(op, number + by)))
+    return found
+
+
+def costs_of(timeline: Timeline) -> Costs | None:
+    """Return the median times of stages in ms, or None if one is missing."""
+    # A stage runs one of both kinds of forward.
+    kinds = (Op.FORWARD, Op.FORWARD_ONLY), (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    stages = range(len(timeline.stages))
+    forward, backward, late, update = (
+        [1000 * (timeline.median_seconds(k, *ops) or 0.0) for k in stages]
+        for ops in (*kinds, (Op.BACKWARD_WEIGHT,), (Op.UPDATE,))
+    )
+    if not all(forward) or not all(backward):
+        return None
+    return Costs(forward=forward, backward=backward, backward_weight=late, update=update)
+
+
+def window(spans: Sequence[Span], num_stages: int) -> list[Span]:
+    """Return the part of ``spans`` in which all stages have some, from 0 on."""
+    if not spans:
+        return []
+    stages = range(num_stages)
+    begin = max(min(span.start for span in spans if span.stage == k) for k in stages)
+    end = min(max(span.end for span in spans if span.stage == k) for k in stages)
+    return [
+        span._replace(start=max(span.start, begin) - begin, end=min(span.end, end) - begin)
+        for span in spans
+        if begin <= span.end and span.start <= end
+    ]
+
+
+def arrows(boxes: Sequence[Span], messages: Sequence[tuple[int, Action]]) -> Iterator[tuple[Span, Span, bool]]:
+    """Yield for each message the work it comes from, the work that needs it, and whether it is an activation.
+
+    Args:
+        boxes: the work that is drawn.
+        messages: stage and action of each message that is received.
+    """
+    made = {
+        (box.stage, box.action.op in FORWARDS, box.action.number): box
+        for box in boxes
+        if box.action.op in (*FORWARDS, *BACKWARDS)
+    }
+    learning = {(box.stage, box.action.number): box for box in boxes if box.action.op is Op.LEARN}
+    for stage, (op, number) in messages:
+        is_act = op is Op.RECV_ACT
+        if is_act or op is Op.RECV_GRAD:
+            tail = made.get((stage - 1 if is_act else stage + 1, is_act, number))
+            head = made.get((stage, is_act, number))
+            if not is_act:
+                head = learning.get((stage, number)) or head
+            if tail is not None and head is not None:  # otherwise outside of the picture
+                yield tail, head, is_act

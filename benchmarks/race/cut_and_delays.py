@@ -13,8 +13,7 @@ from adl_dist.cli.bench.entries import ModelSurvey, survey
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.link import link_figures
-from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.profiler import Profiler, link_figures
 from adl_dist.cli.subprocesses import apart
 from adl_dist.codecs import Codecs
 from adl_dist.partition import Machine

@@ -10,8 +10,7 @@ import pytest
 
 from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.plan.command import line_to_paste
-from adl_dist.cli.plan.link import measure
-from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.profiler import Profiler, measure_link
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
@@ -86,7 +85,7 @@ def test_neighbours_train_during_the_measurement_and_end():
 
 
 def measured(folder):
-    return measure(folder, int(os.environ["RANK"]))
+    return measure_link(folder, int(os.environ["RANK"]))
 
 
 @pytest.mark.ranks

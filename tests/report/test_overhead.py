@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import adl_dist
-from adl_dist.report.overhead import goals, rows
+from adl_dist.report.comparison import goals, overhead_rows
 from adl_dist.report.runs import Run, read_runs
 from tests.support.commands import in_process, shows
 
@@ -72,7 +72,7 @@ def test_without_validations_the_mean_of_a_window_counts(tmp_path):
 def test_a_run_without_losses_has_no_row(tmp_path):
     runs = [made(tmp_path / "a", [4.0, 3.0, 2.0, 1.0], updates=40), made(tmp_path / "b", [2.0] * 4, updates=40)]
     (runs[1] / "metrics.jsonl").write_text("")
-    assert [row[0] for row in rows(read_runs(runs), {str(run): run.name for run in runs})] == ["run", "a"]
+    assert [row[0] for row in overhead_rows(read_runs(runs), {str(run): run.name for run in runs})] == ["run", "a"]
 
 
 def test_the_reference_is_bp_of_the_seed_or_the_chosen_run(tmp_path):

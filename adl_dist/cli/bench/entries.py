@@ -15,8 +15,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.plan.command import described_links
-from adl_dist.cli.plan.link import link_figures
-from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.profiler import Profiler, link_figures
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.links import LINKS

@@ -24,8 +24,7 @@ from adl_dist.cli.config.compose import (
     without_method_and_cut,
 )
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.link import link_figures
-from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.profiler import Profiler, link_figures
 from adl_dist.codecs import CODECS, PLAIN, Codecs
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device

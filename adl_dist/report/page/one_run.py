@@ -5,15 +5,14 @@ from itertools import accumulate, pairwise
 
 import yaml
 
+from adl_dist.report.comparison import moving_average
 from adl_dist.report.goal import KNOWN, LOWEST, falls
-from adl_dist.report.logs import RESUMED
-from adl_dist.report.overhead import moving_average
 from adl_dist.report.page import parts
 from adl_dist.report.page.parts import MISSING, VERBATIM, Curve, Part, bar, chart, colour, places, table, text
 from adl_dist.report.progress import PEAKS, coded_rows, holders
-from adl_dist.report.runs import DAMAGE, Point, Run, method_label
-from adl_dist.report.spans import spans_of_schedule, spans_of_timeline, spans_with_free_links, window
+from adl_dist.report.runs import DAMAGE, RESUMED, Point, Run, method_label
 from adl_dist.report.tables import counted
+from adl_dist.report.timeline import spans_of_schedule, spans_of_timeline, spans_with_free_links, window
 from adl_dist.schedule import figures
 from adl_dist.schedule.actions import BACKWARDS, Op
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from adl_dist.report.runs import Point
-from adl_dist.report.spans import BOXES, SMALL, STYLES, arrows
-from adl_dist.report.timeline import SHARES, Timeline
+from adl_dist.report.timeline import BOXES, SHARES, SMALL, STYLES, Timeline, arrows
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.timing import Span
 

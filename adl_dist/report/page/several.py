@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from adl_dist.errors import ConfigError
-from adl_dist.report import overhead
+from adl_dist.report.comparison import overhead_note, overhead_rows
 from adl_dist.report.page import parts
 from adl_dist.report.page.one_run import NO_TIMELINE, results, stage_table, title_of
 from adl_dist.report.page.parts import MISSING, Curve, Part, chart, colour, places, table, text
@@ -42,9 +42,9 @@ def _curves(runs: Sequence[Run]) -> Iterator[Part]:
 
 def _overhead(runs: Sequence[Run]) -> Iterator[Part]:
     names = {str(run.folder): run.label for run in runs}
-    if rows := overhead.rows(runs, names):
+    if rows := overhead_rows(runs, names):
         yield table(rows)
-        yield text(overhead.note(runs, names), "quiet")
+        yield text(overhead_note(runs, names), "quiet")
     else:
         yield text("the loss of two runs, without which they cannot be compared.", MISSING)
 
