@@ -20,7 +20,7 @@ from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, surve
 from adl_dist.cli.bench.runner import (
     BenchConfig,
     Measured,
-    seconds_per_update,
+    seconds_of,
     train_argv,
 )
 from adl_dist.cli.config.compose import balance_word, compose_run
@@ -67,9 +67,11 @@ def test_by_default_all_take_part_on_a_cpu():
     assert (delays["adl-minimal"], delays["adl"]) == ((2, 1, 0), (4, 2, 0))
     (adl, fdg), _ = fit("adl,fdg", "partition.num_stages=4")
     assert (adl.warmup, fdg.warmup) == (3, 7), "6 micro-batches are 2 updates, or 6, and one more: a full pipeline"
-    assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
+    assert seconds_of(replace(adl, warmup=2), [0.0, 10.0, 11.0, 12.0]) == 1.0
+    diloco = replace(adl, inner_updates=50, warmup=5)  # four updates of a second, and an exchange of 100
+    assert seconds_of(diloco, [*range(5), *range(5, 9), 109]) == pytest.approx(1 + 100 / 50)
     with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
-        seconds_per_update([0.0, 10.0], warmup=2)
+        seconds_of(replace(adl, warmup=2), [0.0, 10.0])
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():

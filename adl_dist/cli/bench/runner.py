@@ -126,31 +126,20 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
 
 
 def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
-    """Return the mean time of an update of ``entry`` from the end times.
+    """Return the mean time of an update of ``entry`` after its warm-up, from the end times.
 
-    DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H.
+    DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H. ChildFailed
+    if there are too few updates.
     """
-    if entry.inner_updates is None:
-        return seconds_per_update(ends, warmup=entry.warmup)
-    cycle = cycle_of(entry.inner_updates)
+    inner_updates = entry.inner_updates or 1
+    cycle = cycle_of(inner_updates)
     first = -(-entry.warmup // cycle) * cycle  # cycles count as a whole
     times = [after - before for before, after in pairwise(ends[first - 1 :])]
     exchanging, alone = times[cycle - 1 :: cycle], [t for i, t in enumerate(times, start=1) if i % cycle]
-    if not exchanging:
+    if not exchanging or not sum(times) > 0:
         raise ChildFailed(f"{len(ends)} updates, of which {first} do not count, are too few to be measured")
     inner = statistics.fmean(alone or exchanging)
-    return inner + (statistics.fmean(exchanging) - inner) / entry.inner_updates
-
-
-def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:
-    """Return the mean time of an update after ``warmup`` ones.
-
-    Raises:
-        ChildFailed: If the clock has not moved, or there are too few updates.
-    """
-    if len(ends) <= warmup or not ends[-1] > ends[warmup - 1]:
-        raise ChildFailed(f"{len(ends)} updates, of which {warmup} do not count, are too few to be measured")
-    return (ends[-1] - ends[warmup - 1]) / (len(ends) - warmup)
+    return inner + (statistics.fmean(exchanging) - inner) / inner_updates
 
 
 def _read(folder: Path, num_ranks: int) -> dict[str, Any]:

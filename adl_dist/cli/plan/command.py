@@ -255,7 +255,9 @@ def _predictions(
 def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
     """Return the answer as a person reads it: measurement, predictions, the alternative and the advice."""
     profile, machine, other, spec = plan.profile, plan.machine, plan.other, plan.profile.of
-    unit = spec["unit"]
+    unit, rates, waits = spec["unit"], machine.bandwidth, machine.latency
+    links = zip(*([one] if isinstance(one, int | float) else one for one in (rates, waits)), strict=True)
+    shown = "; ".join(f"{rate / 1e9:.3g} GB/s, latency {1e6 * wait:.0f} us" for rate, wait in links)
     lines = [
         f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
         f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
@@ -264,7 +266,7 @@ def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
         f"update {1000 * update_seconds(profile.units):.2f} ms",
         f"method.split_backward can defer {profile.share_deferrable:.0%} of the backward: gradients of the weights of "
         "linear layers and convolutions",
-        f"{'link of each process' if machine.shares_link else 'link'}: {_links_shown(machine)}",
+        f"{'link of each process' if machine.shares_link else 'link'}: {shown}",
     ]
     if with_units:
         head = ("unit", "block", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
@@ -345,13 +347,6 @@ def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
 
 def _sizes(p: Prediction) -> str:
     return " ".join(map(str, p.balance.sizes))
-
-
-def _links_shown(machine: Machine) -> str:
-    given, times = machine.bandwidth, machine.latency
-    rates, waits = ([one] if isinstance(one, int | float) else list(one) for one in (given, times))
-    each = (f"{rate / 1e9:.3g} GB/s, latency {1e6 * wait:.0f} us" for rate, wait in zip(rates, waits, strict=True))
-    return "; ".join(each)
 
 
 def _method_row(p: Prediction, other: Alternative) -> list[object]:
