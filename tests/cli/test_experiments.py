@@ -16,7 +16,7 @@ from adl_dist.partition import Chain, checked_sizes
 from adl_dist.schedule import method
 from tests.support.tiers import slow
 
-# Without those that are no sweep: test_generate.py carries out the commands of gpt.
+# Without those that are no sweep: test_text.py carries out the commands of gpt.
 ONE_RUN = ("gpt", "recommended")
 FILES = {p.stem: p for p in sorted((config_folder() / "experiment").glob("*.yaml")) if p.stem not in ONE_RUN}
 PAGE = Path(__file__).parents[2] / "docs" / "dev" / "experiments.md"

@@ -59,7 +59,11 @@ SETTINGS = {
     "train.batch_size=${nosuch}": ["Interpolation key 'nosuch' not found"],
     "run_dir=${nosuch:1}": ["Unsupported interpolation type nosuch; understood are ${KEY}, ${now:%H%M}"],
     "run_dir=${hydra:job.name}": ["HydraConfig was not set; understood are ${KEY}"],
-    "seed=${oc.decode:${now:%f}}": ["quote a VALUE that holds resolvers in resolvers", "understood are ${KEY}"],
+    "seed=${oc.decode:${now:%f}}": [
+        "cannot be read; write KEY=VALUE",
+        "resolvers in resolvers: ",
+        "seed='${oc.decode:${oc.env:SEED}}'",
+    ],
     # models and data that do not go together
     "model=gpt": ["has no vocab_size, which model=gpt needs; use model=gpt with data=tokens, or give model.vocab_size"],
     "data=imagefolder": ["data.root must be given: add data.root=VALUE"],

@@ -37,6 +37,11 @@ RESOLVERS = (
     "understood are ${KEY}, ${now:%H%M}, ${oc.env:NAME}, ${oc.env:NAME,DEFAULT}, ${oc.decode:TEXT} and "
     "${oc.select:KEY,DEFAULT}"
 )
+HOW_TO_WRITE = (
+    "write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds brackets, commas, spaces, = or resolvers in "
+    "resolvers: \"run_dir='a, b'\", \"sweep.variants.stale=['method=adl','method.weights=latest']\", "
+    "\"seed='${oc.decode:${oc.env:SEED}}'\""
+)
 LISTS_KEYS = "adl-dist train --help lists all keys"
 # In 0.4.0; older run folders name some of them.
 REMOVED = ("runtime.cuda_graphs", "sweep.tune", *(f"method.{name}" for name in REMOVED_OPTIONS))
@@ -276,14 +281,7 @@ def parse(text: str, *, several: bool = False) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        quoted = "brackets, commas or spaces: \"run_dir='a, b'\""
-        if "${" in text:
-            quoted = f"resolvers in resolvers: \"seed='${{oc.decode:${{oc.env:SEED}}}}'\"; {RESOLVERS}"
-        if "sweep.variants" in text:
-            quoted = "brackets, commas or =: \"sweep.variants.stale=['method=adl','method.weights=latest']\""
-        raise ConfigError(
-            f"'{text}' cannot be read; write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds {quoted}"
-        ) from error
+        raise ConfigError(f"'{text}' cannot be read; {HOW_TO_WRITE}") from error
     key = override.key_or_group
     if not key:
         raise ConfigError(f"'{text}' names no key; write KEY=VALUE, like train.epochs=2")

@@ -1,6 +1,7 @@
-"""adl-dist generate: what a trained model draws is what its outputs say, and the same for a seed."""
+"""``tokenize`` and ``generate``: text to files that data=tokens trains on, and text that a trained model draws."""
 
 import functools
+import json
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,8 @@ from adl_dist.cli.config.compose import config_folder
 from adl_dist.cli.main import main
 from adl_dist.cli.tokenize import tokenize
 from adl_dist.cli.trained import generate
+from adl_dist.data.tokens import open_tokens
+from adl_dist.data.vocabulary import FILE, Vocabulary
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from tests.support.values import SILENT
@@ -25,7 +28,7 @@ TEXT = "abcdefgh" * 200
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A model that has learnt that h comes behind g, and a behind h."""
+    """A model that has learnt that h comes behind g, and a behind h; its size of the vocabulary is that of the data."""
     folder = tmp_path_factory.mktemp("alphabet")
     (folder / "text").write_text(TEXT)
     tokenize([str(folder / "text"), "--out", str(folder / "tokens"), "--level", "char"])
@@ -110,3 +113,39 @@ def test_tokens_are_drawn_by_their_shares():
     squares = torch.tensor([1.0, 4.0, 9.0, 16.0, 0.0]) / 30
     torch.testing.assert_close(counts(model, temperature=0.5), squares, atol=0.04, rtol=0)
     assert counts(model, temperature=0.0).tolist() == [0, 0, 0, 1, 0]
+
+
+TEXTS = ("Größe, or size. " * 30, "a second file\n" * 20)
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, text in zip("ab", TEXTS, strict=True):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return [str(tmp_path / name) for name in "ab"]
+
+
+@pytest.mark.parametrize("level", ["byte", "char"])
+def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
+    tokenize([*files, "--out", str(tmp_path / "out"), "--level", level, "--validation", "0.25"])
+    vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
+    assert vocabulary.size == (256 if level == "byte" else len(set("".join(TEXTS))))
+    train, validation = (open_tokens(tmp_path / "out" / f"{name}.bin").tolist() for name in ("train", "validation"))
+    behind = [len(text) * 3 // 4 for text in TEXTS]  # the end of each file
+    assert vocabulary.decode(train) == "".join(text[:at] for text, at in zip(TEXTS, behind, strict=True))
+    assert vocabulary.decode(validation) == "".join(text[at:] for text, at in zip(TEXTS, behind, strict=True))
+    assert f"{len(train):,} tokens" in capsys.readouterr().out
+
+
+def test_a_file_of_tokenizers_is_kept_with_the_tokens(tmp_path, files):
+    package = pytest.importorskip("tokenizers")
+    words = package.Tokenizer(package.models.WordLevel({"or": 0, "size": 1, "second": 2, "?": 9}, unk_token="?"))
+    words.pre_tokenizer = package.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenize([*files, "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer.json")])
+    (tmp_path / "tokenizer.json").unlink()
+    found = json.loads((tmp_path / "out" / FILE).read_text())
+    assert (found["kind"], found["size"]) == ("tokenizers", 10)
+    vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
+    assert vocabulary.encode("size or x").tolist() == [1, 0, 9]
+    assert vocabulary.decode([1, 0]) == "size or"
