@@ -1,4 +1,4 @@
-"""``adl-dist compare``, ``report``, ``status``, ``checkpoint`` and ``stop``: commands on run folders. No torch."""
+"""Commands on run folders: compare, report, status, checkpoint, stop. No torch."""
 
 import json
 import os
@@ -26,7 +26,7 @@ HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy
 def named_folders(
     command: str, arguments: Sequence[str], takes: Collection[str] = (), groups: Collection[str] = ()
 ) -> tuple[list[str], dict[str, str], list[str]]:
-    """Return the run folders, the other ``KEY=VALUE`` of ``arguments``, and settings.
+    """Return run folders, the other ``KEY=VALUE`` arguments, and settings.
 
     ``takes`` are the other keys. Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
     """
@@ -53,7 +53,7 @@ def named_folders(
 def named_folder(
     command: str, arguments: Sequence[str], takes: Collection[str] = (), groups: Collection[str] = ()
 ) -> tuple[PurePath, dict[str, str], list[str]]:
-    """Return the only run folder, and the other results of :func:`named_folders`."""
+    """Return the only folder, and the rest of :func:`named_folders`."""
     folders, options, settings = named_folders(command, arguments, takes, groups)
     if len(folders) != 1 or not folders[0]:
         more = f"adl-dist {command} --help lists its arguments"
@@ -62,7 +62,7 @@ def named_folder(
 
 
 def _several(command: str, arguments: Sequence[str], *takes: str) -> tuple[list[Path], dict[str, str], Path]:
-    """Return run folders, options with ``out``, and the folder that holds all of them."""
+    """Return run folders, options, and the folder that holds all of them."""
     folders, options, _ = named_folders(command, arguments, ("out", *takes))
     if not folders:
         raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out=...]")

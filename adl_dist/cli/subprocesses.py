@@ -119,7 +119,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None
 
 
 def last_error(log: Path) -> str:
-    """Return the error that ended a command, the last line of its log, or an empty text."""
+    """Return the error or the last line of a command's log, if any."""
     text = log.read_text(errors="replace") if log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]

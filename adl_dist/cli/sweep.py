@@ -1,4 +1,4 @@
-"""A sweep: the runs of a command line, by Hydra's grammar and product; start incomplete ones, and compare."""
+"""A sweep: the runs of a command line; start incomplete ones, and compare."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""``adl-dist evaluate``, ``export`` and ``generate``: commands on a checkpoint of a run."""
+"""Commands on a checkpoint of a run: evaluate, export, generate."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ KEYS = {"_target_", "task", "config", "weights", "download"}  # of that node; ot
 def _read(
     command: str, arguments: Sequence[str], *takes: str
 ) -> tuple[PurePath, dict[str, str], list[str], dict[str, Any]]:
-    """Return the run folder, options and settings of a command, and ``ema`` as a keyword."""
+    """Return run folder, options and settings, and ``ema`` as a keyword."""
     run_dir, options, words = named_folder(command, arguments, (*takes, "checkpoint", "ema"), GROUPS)
     if (ema := options.get("ema", "false").lower()) not in ("true", "false"):
         raise ConfigError(f"ema={options['ema']}: expected true or false")
@@ -126,7 +126,7 @@ def export(arguments: list[str]) -> None:
 
 
 def _of_transformers(config: RunConfig) -> Any:
-    """Return the configuration of a model of transformers, or None for another model."""
+    """Return the configuration of a transformers model, or None."""
     if config.model.get("_target_") != OF_TRANSFORMERS:
         return None
     replaced = {key: value for key, value in config.model.items() if key not in KEYS}

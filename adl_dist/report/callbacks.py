@@ -223,7 +223,7 @@ class Callbacks:
                 self._safely(one, "load_state_dict", update, found["state"])
 
     def _safely(self, one: Any, event: str, update: int, *arguments: Any) -> Any:
-        """Call a method of a callback, if it has it; the result must fit into JSON where it is kept."""
+        """Call a method of a callback, if it has it; a state must fit into JSON."""
         if not callable(method := getattr(one, event, None)):
             return None
         name = f"{type(one).__name__}.{event}"

@@ -1,4 +1,4 @@
-"""A comparison of finished runs: a table, a CSV file, a figure, and the training to the losses of another run."""
+"""A comparison of finished runs: tables, a CSV file and a figure."""
 
 import csv
 import json
@@ -82,7 +82,7 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
 
 
 def _distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return ``runs`` without repetitions: those of equal settings and results, as sweeps may share."""
+    """Return ``runs`` without repetitions of equal settings and results."""
     first: dict[str, Run] = {}
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
@@ -196,7 +196,10 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
 
 
 def _difference(runs: Sequence[Run], near: Run, references: Sequence[Run], measure: Measure) -> str:
-    """Return the distance of the median of ``runs`` to that of ``references``, the row of the run ``near``."""
+    """Return the distance of the median to that of ``references``.
+
+    ``near`` is one of these.
+    """
     values, reference_values = measure.values(runs), measure.values(references)
     is_reference = runs[0].method["name"] == REFERENCE
     if is_reference or unlike(runs[0], near, "model") or not values or not reference_values:
@@ -282,7 +285,7 @@ def goals(run: Run, reference: Run) -> list[Goal]:
 
 
 def overhead_note(runs: Sequence[Run], names: Mapping[str, str], reference: Run | None = None) -> str:
-    """Return the explanation of the table of :func:`overhead_rows`, with the reference."""
+    """Return the explanation of :func:`overhead_rows`, with the reference."""
     first = reference or nearest_reference(runs[0], runs)
     of = f"Reference: {names[str(first.folder)]}."
     if reference is None and first.method["name"] == REFERENCE:
@@ -327,7 +330,7 @@ def unlike(one: Run, other: Run, part: str) -> int:
 
 
 def overhead_rows(runs: Sequence[Run], names: Mapping[str, str], reference: Run | None = None) -> list[list[str]]:
-    """Return a table with a row for each run that has losses, or [] if none has.
+    """Return a table with a row for each run that has losses, or [].
 
     Args:
         runs: the runs.

@@ -1,4 +1,4 @@
-"""The records of a run, written to metrics.jsonl and to each logger: TensorBoard, MLflow, W&B, or the user's own.
+"""The records of a run, written to metrics.jsonl and to each logger.
 
 Only rank 0 calls loggers. Packages find an address, a key or the name of an experiment in their usual environment
 variables.

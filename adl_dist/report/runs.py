@@ -160,7 +160,7 @@ class Run:
         return [point for point in self.curves.get(name, ()) if math.isfinite(point.value)]
 
     def load(self, name: str, read: Callable[[Path], T], default: T) -> T:
-        """Return the content of a file, or ``default``; note a problem if it is damaged."""
+        """Return the content of a file, or ``default``; note if it is damaged."""
         path = self.folder / name
         try:
             return read(path) if path.exists() else default

@@ -1,4 +1,4 @@
-"""``run_dir/timeline.json``, the actions of a few updates; and schedules and timelines as spans of time, to draw."""
+"""The actions of a few updates, and schedules, as spans of time to draw."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -137,7 +137,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
 
 
 def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
-    """Return ``method`` as an entry with the configured K and batch; backpropagation has one stage."""
+    """Return ``method`` as an entry with the configured batch and K; 1 for BP."""
     K = 1 if method.name == "bp" else config.partition.num_stages
     pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
     M = method.micro_batches_per_update
@@ -189,7 +189,7 @@ class Cut:
 
     @classmethod
     def of(cls, chain: Chain, sizes: list[int]) -> "Cut":
-        """Count the bytes that cross a cut; PartitionError if the model cannot be cut there."""
+        """Count the bytes that cross a cut; PartitionError if it is impossible."""
         mode = chain.plan(sizes).modes[True]
         crossing = [recorded_crossings(mode, edge)[0] for edge in range(len(sizes) - 1)]
         act_bytes = [[act.nbytes // one.size for act in one.acts] for one in crossing]

@@ -126,7 +126,7 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
 
 
 def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
-    """Return the mean time of an update of ``entry`` after its warm-up, from the end times.
+    """Return the mean time of an update after the warm-up, from end times.
 
     DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H. ChildFailed
     if there are too few updates.
@@ -143,7 +143,7 @@ def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
 
 
 def _read(folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Return the ends of updates, in seconds, the peaks of memory and busy shares of a run."""
+    """Return the ends of updates in seconds, peaks of memory, busy shares."""
     if not (run_dir := folder / "run").exists():
         results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
         return {name: [result[name] for result in results] for name in ("ends", "peak_memory_bytes")}

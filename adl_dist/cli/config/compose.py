@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return the ``type`` of an argument that is a number from ``least`` to ``most``."""
+    """Return the ``type`` of an argument, a number from ``least`` to ``most``."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -274,7 +274,7 @@ def _opened(overrides: Sequence[str]) -> list[str]:
 
 
 def parse(text: str, *, several: bool = False) -> Override:
-    """Read one override with Hydra's grammar, and check its key and its choice of a group."""
+    """Read one override with Hydra's grammar; check its key and its choice."""
     if text.startswith("--"):
         name, _, value = text.lstrip("-").partition("=")
         raise ConfigError(f"unknown option --{name}{_did_you_mean(name, value and f'={value}')}; {LISTS_KEYS}")
@@ -304,7 +304,7 @@ def parse(text: str, *, several: bool = False) -> Override:
 
 
 def _check_keys(keys: Iterable[str]) -> None:
-    """Raise ConfigError for a key that does not exist; open nodes may have any."""
+    """Raise ConfigError for an unknown key; open nodes may have any."""
     for key in keys:
         if key in REMOVED:
             raise ConfigError(f"{key} {WAS_REMOVED}")
@@ -381,7 +381,7 @@ def _unknown_choice(group: str, name: str) -> str:
 
 
 def _did_you_mean(key: str, value: str = "") -> str:
-    """Return a hint at the closest key, or failing that at one with the closest last part."""
+    """Return a hint at the key that is closest, as a whole or by its end."""
     known = {name: name for name in sorted(_known_keys()) if not key.startswith(f"{name}.")}
     close = [known[one] for one in difflib.get_close_matches(key, known, n=1)]
     if not close:

@@ -6,7 +6,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -130,7 +129,7 @@ def described_model(config: RunConfig) -> nn.Module:
 
 
 def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
-    """Return a run's configuration with settings of its data in ``words``, like data.root=images.
+    """Return a run's configuration with settings like data.root=images.
 
     For the run of a script ``words`` are to describe its model and data, and its loss.
 
@@ -195,9 +194,9 @@ def device_loader(
 
 
 def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Chain:
-    """Return the units of ``model``, which may be on meta, on the first training samples.
+    """Return the units of ``model`` on the first training samples.
 
-    ``keeps`` is the ``keeps_ties`` of :class:`Chain`. DataError if the data is missing.
+    The model may be on meta; ``keeps`` is the ``keeps_ties`` of :class:`Chain`. DataError if the data is missing.
     """
     loader = device_loader(config, torch.device("cpu"), shuffle=True)
     samples = samples_of.take(loader, None, None)
@@ -208,10 +207,9 @@ def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Cha
 
 
 def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
-    """Return the units of each stage for a ``partition.balance`` that needs no measurement.
+    """Return the units of each stage for a cut that needs no measurement.
 
-    Raises:
-        PartitionError: If the model cannot be cut like that.
+    ``balance`` is a ``partition.balance``. PartitionError if the model cannot be cut like that.
     """
     if balance == "even":
         return even_sizes(chain, num_stages)
@@ -243,7 +241,7 @@ def monitoring(config: RunConfig) -> Monitoring:
         one if isinstance(one, str) and "." not in one else _listed(f"runtime.loggers[{number}]", one)
         for number, one in enumerate(config.runtime.loggers)
     ]
-    return replace(config.monitoring, loggers=loggers)
+    return config.build(Monitoring, loggers=loggers)
 
 
 def check_targets(config: RunConfig) -> None:
@@ -347,7 +345,7 @@ def _call(name: str, node: Mapping[str, Any], kind: Any = object, expected: str 
 
 
 def _made(name: str, path: Any, make: Callable[[], Any], kind: Any = object, expected: str = "") -> Any:
-    """Call the user's code at ``path``, the target of ``name``, which returns a ``kind``."""
+    """Call the code at ``path``, the target of ``name``; it returns a ``kind``."""
     try:
         made = make()
     except AdlError:

@@ -105,7 +105,14 @@ class RunConfig:
         for cls in (Stages, Training, PrecisionSettings, CommandOptions):  # all others check themselves
             check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
         self.build(GradientPolicy).check(self.pipeline)
-        _ = *map(self.build, (PartitionSpec, CheckpointPolicy, ProcessOptions)), self.timeouts, self.monitoring
+        _ = *map(self.build, (PartitionSpec, CheckpointPolicy, ProcessOptions)), self.timeouts
+        loggers = self.runtime.loggers  # those of the user's own code are made later
+        named = (
+            [one for one in loggers if isinstance(one, str) and "." not in one]
+            if isinstance(loggers, list)
+            else loggers
+        )
+        self.build(Monitoring, loggers=named)
         micro_batch_size_of(self.train.batch_size, self.method.micro_batches_per_update)
 
     @classmethod
@@ -151,14 +158,6 @@ class RunConfig:
         """The timeouts of a job in which no process is the user's own."""
         chosen = self.build(WatchdogTimeouts)
         return replace(chosen, abort_seconds=chosen.abort_after(distributed=True))
-
-    @property
-    def monitoring(self) -> Monitoring:
-        """The records of the run, without loggers of the user's own code."""
-        loggers = self.runtime.loggers
-        if isinstance(loggers, list | tuple):
-            loggers = [one for one in loggers if isinstance(one, str) and "." not in one]
-        return self.build(Monitoring, loggers=loggers)
 
 
 def keys_of(group: str) -> dict[str, Field[Any]]:

@@ -253,7 +253,7 @@ def _predictions(
 
 
 def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
-    """Return the answer as a person reads it: measurement, predictions, the alternative and the advice."""
+    """Return the measurement, predictions, the alternative and the advice."""
     profile, machine, other, spec = plan.profile, plan.machine, plan.other, plan.profile.of
     unit, rates, waits = spec["unit"], machine.bandwidth, machine.latency
     links = zip(*([one] if isinstance(one, int | float) else one for one in (rates, waits)), strict=True)

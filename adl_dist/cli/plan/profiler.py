@@ -1,4 +1,4 @@
-"""Measurements of a configured model, also next to others at work, and of a message between two local processes."""
+"""Measurements of a model, also next to others at work, and of messages."""
 
 import contextlib
 import multiprocessing
@@ -103,9 +103,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def profiles(self, sizes: Iterable[int], num_others: int) -> Iterator[dict[int, Profile]]:
-        """Measure each unit for micro-batches of ``sizes``: alone, and while other processes train the same model.
+        """Measure each unit for micro-batches of ``sizes``.
 
-        These still train inside the block, with micro-batches of the first size.
+        They are measured alone, and while other processes train the same model. These still train inside the block,
+        with micro-batches of the first size.
 
         Raises:
             ConfigError: If one of them ended before it was ready, or in the block.
@@ -165,7 +166,7 @@ class Profiler:
 
 
 def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:
-    """Train in a process of its own, and reply with None when it has begun, or with an error."""
+    """Train in this process; reply with None when it has begun, or an error."""
     os.environ[LAUNCHER] = str(parent)
     end_with_launcher()
     null = os.open(os.devnull, os.O_WRONLY)

@@ -146,7 +146,7 @@ def value_text(name: str, value: object) -> str:
 
 
 def _end_and_best(run: Run, name: str) -> str:
-    """Return the last value of a metric, and its best if its direction is known."""
+    """Return the last value of a metric, and its best one if that is known."""
     points = run.curves.get(curve := name.replace("_", "/", 1), ())
     end = run.summary.get(name, points[-1].value if points else None)
     mode, runtime = KNOWN.get(name) or (LOWEST if falls(name) else None), run.config.get("runtime")
@@ -159,7 +159,7 @@ def _end_and_best(run: Run, name: str) -> str:
 
 
 def results(runs: Sequence[Run]) -> Iterator[Part]:
-    """Yield the results of runs, each in a column; newest records where there are no results."""
+    """Yield the results of runs, or newest records, each run in a column."""
     known = dict.fromkeys(n.replace("/", "_", 1) for run in runs for n in (*run.summary, *run.curves))
     kinds = ("validation_",) if all(run.summary for run in runs) else ("validation_", "train_")
     names = [name for name in known if name.startswith(kinds) and name not in FIGURES]

@@ -22,7 +22,7 @@ CSS = {op: op.name.lower().replace("_", "-") for op in BOXES}
 
 
 def text(content: str, css: str = "") -> Part:
-    """Return a paragraph: plain, ``quiet``, ``bad`` or ``good``; text as it is; or the way to a missing record."""
+    """Return a paragraph; ``css``: its class, or VERBATIM or MISSING."""
     return {"kind": css if css in (VERBATIM, MISSING) else "text", "text": content, "css": css}
 
 
@@ -60,7 +60,7 @@ def places(points: Sequence[Point], x: str = "epoch", scale: float = 1.0) -> lis
 
 
 def charts(drawn: Sequence[Part], caption: str, otherwise: str = "") -> Part:
-    """Return charts side by side, or without any the way to the missing record."""
+    """Return charts side by side, or the way to the missing record."""
     return {"kind": "charts", "charts": drawn, "caption": caption} if drawn else text(otherwise, MISSING)
 
 
