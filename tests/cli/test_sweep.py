@@ -107,7 +107,7 @@ def test_runs_that_fail_are_named_and_the_others_run(tmp_path, monkeypatch):
     log = run_dir / "adl-M4/k2-seed1" / sweep.LOG
     assert log.read_text() == "adl-dist: error: no luck\n"
     shows(outcome.out, ["adl-M4/k2-seed0: failed (killed by SIGKILL; see", f"failed (exit code 3; see {log})"])
-    assert "failed: adl-M4/k2-seed1, no luck" in (run_dir / "comparison.md").read_text().splitlines()
+    assert f"failed: adl-M4/k2-seed1, no luck; see {log}" in (run_dir / "comparison.md").read_text().splitlines()
     again = in_process("train", "-m", "seed=0,1,2", *words, f"run_dir={run_dir}")
     shows(again.out, ["2 of them to do"])  # the cause may have been fixed
 
