@@ -31,7 +31,7 @@ from adl_dist.training.partitioned_model import PartitionedModel, PartitionResul
 from adl_dist.training.startup_sync import check_consistent
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
-from adl_dist.training.warm_up import WarmUp, check_without_warm_up, keep_hooks, needs_warm_up
+from adl_dist.training.warm_up import WarmUp, check_without_warm_up, needs_warm_up, unchanged
 
 Settings = dict[str, Any]
 
@@ -89,7 +89,8 @@ def build_worker(
     elif needs_warm_up(spec, world.device):
         num_loaded = loaders.training.num_loaded if loaders.training is not None else 0
         warm_up = WarmUp(spec, world.device, result.acts, samples, terms, num_loaded, world.backend == "nccl")
-        with keep_hooks(modules.values()):
+        loss = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
+        with unchanged([*modules.values(), *loss], world.device):
             warm_up.run(make_stages())
     stages = make_stages()
     made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []

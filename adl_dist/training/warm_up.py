@@ -8,7 +8,7 @@ loading", potential hazards). And K stages that compile in their first micro-bat
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from adl_dist.transport.spec import Specs
 logger = logging.getLogger("adl_dist")
 
 NUM_UPDATES = 3  # with all versions alive: the first makes the optimizer's state, the third has stale gradients
+HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"  # registries of a parameter
 NUM_TARGETS = 8  # that a process has under way at once
 
 
@@ -82,24 +83,21 @@ class WarmUp:
     with_updates: bool
 
     def run(self, stages: Mapping[int, Stage]) -> None:
-        """Train and evaluate ``stages`` on zeros; restore their tensors.
+        """Train and evaluate ``stages`` on zeros.
 
-        Optimizers, versions and counters are not put back. A stage that fails is left to its first real micro-batch.
+        They change. A stage that fails is left to its first real micro-batch.
         """
         self.samples = self.samples.to(self.device, channels_last=bool(self.spec.precision.channels_last))
-        modules = [module for stage in stages.values() for module in (stage.module, stage.head) if module is not None]
-        loss = [self.spec.loss_fn] if isinstance(self.spec.loss_fn, nn.Module) else []
         largest = max(self.samples.sizes[0], default=0)
-        with _restored([*modules, *loss], self.device):
-            for k, stage in stages.items():
-                works = [self._training(k, size, full=size == largest) for size in self.samples.sizes[0]]
-                for number, work in enumerate([*works, *(self._evaluation(k, size) for size in self.samples.sizes[1])]):
-                    try:
-                        self._carry_out(stage, work, training=number < len(works))
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:  # the user's code, on values that are not the user's data
-                        logger.info("stage %d: no warm-up with %d samples: %s", k, work.sizes[0], in_one_line(error))
+        for k, stage in stages.items():
+            works = [self._training(k, size, full=size == largest) for size in self.samples.sizes[0]]
+            for number, work in enumerate([*works, *(self._evaluation(k, size) for size in self.samples.sizes[1])]):
+                try:
+                    self._carry_out(stage, work, training=number < len(works))
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # the user's code, on values that are not the user's data
+                    logger.info("stage %d: no warm-up with %d samples: %s", k, work.sizes[0], in_one_line(error))
         if self.device.type == "cuda":
             if largest:
                 self._code(largest)
@@ -176,13 +174,14 @@ class WarmUp:
 
 
 @contextmanager
-def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore parameters, buffers, gradients and random streams on exit."""
+def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Restore tensors, gradients, hooks of parameters and random streams on exit."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
     owners = [owner for part in parts for owner in part.modules()]
     held = [(tensors, dict(tensors)) for owner in owners for tensors in (owner._parameters, owner._buffers)]
     found = (tensor for _, before in held for tensor in before.values() if tensor is not None and not tensor.is_meta)
     unique = {id(tensor): tensor for tensor in found}
+    hooks = [(tensor, name, {*(getattr(tensor, name) or ())}) for tensor in unique.values() for name in HOOKS]
     kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.grad) for tensor in unique.values()]
     for tensor in unique.values():
         tensor.grad = None
@@ -195,21 +194,10 @@ def _restored(modules: Sequence[nn.Module], device: torch.device) -> Iterator[No
         for tensor, values, grad in kept:
             tensor.data.copy_(values)
             tensor.grad = grad
-
-
-@contextmanager
-def keep_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Remove hooks on parameters that are registered inside the block."""
-    registries = "_backward_hooks", "_post_accumulate_grad_hooks"
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    kept = [(parameter, name, {*(getattr(parameter, name) or ())}) for parameter in parameters for name in registries]
-    try:
-        yield
-    finally:
-        for parameter, name, before in kept:
-            hooks = getattr(parameter, name) or {}
-            for key in hooks.keys() - before:
-                del hooks[key]
+        for tensor, name, known in hooks:
+            registered = getattr(tensor, name) or {}
+            for key in registered.keys() - known:
+                del registered[key]
 
 
 def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -> Tensors:
