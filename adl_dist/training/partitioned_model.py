@@ -48,7 +48,7 @@ from adl_dist.training.options import PartitionSpec
 from adl_dist.training.startup_sync import Agreement, sampled
 from adl_dist.training.trial.samples import Samples
 from adl_dist.training.trial.stage_run import TrialResult
-from adl_dist.training.trial.trial import Trial, check_trains, settle_formats
+from adl_dist.training.trial.trial import Trial, attempts, check_trains
 from adl_dist.transport.coding_speed import coding_costs
 from adl_dist.transport.spec import TensorSpec
 
@@ -200,16 +200,14 @@ class PartitionedModel:
             return known._replace(spec=replace(known.spec, gradients=spec.gradients))  # which a resumed run may keep
         assert self._model is not None
         model, device, feed = self._model, startup.world.device, startup.loaders.first
-
-        def attempt(tried: TrainSpec) -> tuple[Trial, Chain | None, TrainSpec, TrialResult, list[int]]:
-            trial = Trial(model, tried, samples, device)
-            is_cut = self.num_stages > 1 or not isinstance(self.spec.balance, str)
-            chain = trial.chain(granularity=self.spec.granularity) if is_cut else None
-            return trial, chain, *self._choose(trial, chain, startup, links)
-
         gc.freeze()  # each collection would look at all of torch's 400,000 objects, 0.1 s a time
         try:
-            trial, chain, tried, result, sizes = settle_formats(model, spec, samples, attempt)
+            for block in attempts(model, spec, samples):
+                with block as tried:
+                    trial, chain = Trial(model, tried, samples, device), None
+                    if self.num_stages > 1 or not isinstance(self.spec.balance, str):
+                        chain = trial.chain(granularity=self.spec.granularity)
+                    tried, result, sizes = self._choose(trial, chain, startup, links)
         finally:
             gc.unfreeze()
         if trial.note is not None:

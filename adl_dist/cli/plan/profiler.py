@@ -28,11 +28,11 @@ from adl_dist.partition import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
-from adl_dist.stage import TrainSpec, in_dtype
+from adl_dist.stage import in_dtype
 from adl_dist.training.measured import micro_batch, take_profile
 from adl_dist.training.trial import samples as samples_of
 from adl_dist.training.trial.samples import Samples
-from adl_dist.training.trial.trial import Trial, settle_formats
+from adl_dist.training.trial.trial import Trial, attempts
 from adl_dist.transport.coding_speed import CACHES
 
 SMALL, LARGE = 8, 4 << 20  # bytes
@@ -79,13 +79,10 @@ class Profiler:
             inputs = torch.randn(samples_of.NUM_SAMPLES, *shape, dtype=dtype, device=self.device)
             samples = Samples.of(inputs, torch.zeros(len(inputs), dtype=torch.long))
 
-        def attempt(spec: TrainSpec) -> Trial:
-            trial = Trial(self.model, spec, samples, self.device)
-            trial.run()
-            return trial
-
-        self._trial = settle_formats(self.model, self.spec, samples, attempt)
-        self.spec = self._trial.spec
+        for block in attempts(self.model, self.spec, samples):
+            with block as self.spec:
+                self._trial = Trial(self.model, self.spec, samples, self.device)
+                self._trial.run()
         self.samples = samples.to(self.device, channels_last=bool(self.spec.precision.channels_last))
         if self.loader is not None:
             self.loader.precision = self.spec.precision

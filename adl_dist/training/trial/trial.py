@@ -4,11 +4,11 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,6 @@ REPEATS = (
 )
 
 SHARE = 30  # of the rounding allowed: so much less of the largest gradient of the model counts as zero
-
-Found = TypeVar("Found")
 
 
 class Trial:
@@ -267,26 +265,31 @@ def keeps_ties(method: Method) -> str | None:
     return None if why is None else f"since {why}: use partition.tied=untie"
 
 
-def settle_formats(model: nn.Module, spec: TrainSpec, samples: Samples, attempt: Callable[[TrainSpec], Found]) -> Found:
-    """Return the result of ``attempt`` with the first spec that suits model and loss.
+def attempts(model: nn.Module, spec: TrainSpec, samples: Samples) -> Iterator[AbstractContextManager[TrainSpec]]:
+    """Yield blocks with a spec to try, until one succeeds or the last one fails.
 
     A model that fails with channels_last may run in the plain memory format. A loss that returns (sum, count) is known
     only when it was called.
     """
     has_images = any(tensor.ndim == 4 for tensor in (*tensors_of(samples.one[0]), *model.parameters()))
-    given = spec.precision.channels_last
+    given, is_done = spec.precision.channels_last, False
     formats = [given] if given is not None else [True, False] if has_images else [True]
-    for channels_last in formats:
-        tried = replace(spec, precision=replace(spec.precision, channels_last=channels_last))
+    left = [replace(spec, precision=replace(spec.precision, channels_last=channels_last)) for channels_last in formats]
+
+    @contextmanager
+    def attempt(tried: TrainSpec) -> Iterator[TrainSpec]:
+        nonlocal is_done
         try:
-            try:
-                return attempt(tried)
-            except ReturnsSumError as pair:
-                return attempt(replace(tried, loss_fn=SumCountLoss(spec.loss_fn, pair.target, pair.count)))
+            yield tried
+            is_done = True
+        except ReturnsSumError as pair:
+            left.insert(0, replace(tried, loss_fn=SumCountLoss(tried.loss_fn, pair.target, pair.count)))
         except (ConfigError, PartitionError):
-            if channels_last is formats[-1]:
+            if not left:
                 raise
-    raise AssertionError("the last format either succeeds or raises")
+
+    while left and not is_done:
+        yield attempt(left.pop(0))
 
 
 def check_trains(result: TrialResult, samples: Samples) -> None:
