@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
 UNLIKE = "the stages do not compute as the uncut model: "
@@ -165,6 +166,23 @@ def test_what_cannot_be_trained_is_refused_with_its_reason(build, options, messa
 
 
 # --- What it says and leaves alone -----------------------------------------------------------------------------------
+
+
+class Views(nn.Module):
+    """Lays images out as rows, which fails if channels are last in memory."""
+
+    def forward(self, x):
+        return x.view(len(x), -1)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_model_that_fails_with_channels_last_trains_without(K):
+    note = "channels_last is off: the model runs in the plain memory format only"
+    for layout, expected in ((Views(), [note]), (nn.Flatten(), [])):
+        model = nn.Sequential(layout, nn.Linear(72, 8), nn.Linear(8, 5))
+        trainer = toy_trainer(K, 1, "bp", model=model, balance="even", channels_last=None)
+        trainer.fit(FixedImages(4), epochs=1, batch_size=4, monitoring=SILENT)
+        assert [text for text in trainer._partitioned.notes if text.startswith("channels_last")] == expected
 
 
 class Counting(nn.CrossEntropyLoss):
