@@ -138,7 +138,7 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
     setting = bench_config(["model=resnet8"], replace(SURVEY, predicted={"bp": 1.0, "adl": 50.0}))
     flags = argparse.Namespace(updates=None, seconds=20.0, repetitions=3)
     runs = command.measure_all(able, setting, flags)
-    # 20 seconds, at least 5 updates: by the prediction at first, the lowest where there is none, then by the own speed.
+    # 20 seconds, at least 5 updates: by the prediction at first, if there is one, then by the own speed.
     assert [(run.repetition, run.contender, run.num_updates) for run in runs] == [
         (0, "bp", 5), (0, "fdg", 5), (0, "adl", 10),
         (1, "bp", 20), (1, "adl", 40),

@@ -126,11 +126,10 @@ def bench(argv: list[str]) -> None:
 def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:
     """Yield runs of all entries in turn; run no entry again that has failed.
 
-    The length of a run follows from the speed of the previous one, that of the first from the predictions.
+    The length of a run follows from the speed of the previous one, that of the first from its prediction.
     """
     predicted = setting.survey.predicted
-    guess = min(predicted.values(), default=math.nan)
-    seconds = {entry.name: entry.samples / predicted.get(entry.name, guess) for entry in able}
+    seconds = {entry.name: entry.samples / predicted.get(entry.name, math.nan) for entry in able}
     running = list(able)
     for repetition in range(flags.repetitions):
         for entry in list(running):
@@ -187,13 +186,12 @@ def circumstances(*, has_gpus: bool) -> dict[str, Any]:
 
 
 def _head(setting: BenchConfig) -> str:
-    config, model = setting.config, setting.survey
+    config, model, M = setting.config, setting.survey, setting.config.method.micro_batches_per_update
     units = "; ".join(" ".join(map(str, cut.sizes)) for cut in model.cuts.values())
     return (
-        f"{config.model['_target_']}, batch {config.train.batch_size}, "
-        f"M = {config.method.micro_batches_per_update}, K = {config.partition.num_stages}, "
-        f"units per stage {units} ({model.granularity}), {config.dtype}, "
-        f"{config.runtime.device}, {num_cores()} cores, torch {torch.__version__}"
+        f"{config.model['_target_']}, batch {config.train.batch_size}, M = {M}, K = {config.partition.num_stages}, "
+        f"units per stage {units} ({model.granularity}), {config.dtype}, {config.runtime.device}, {num_cores()} cores, "
+        f"torch {torch.__version__}"
     )
 
 
@@ -270,19 +268,12 @@ def draw(path: Path, table: Sequence[Row], *, title: str) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_INCHES, BAR_INCHES * len(measured) + 1.2), layout="constrained")
         axes = figure.subplots()
-        groups = ["torch" if row["contender"] in OF_TORCH else "adl_dist" for row in measured]
-        axes.barh(
-            range(len(measured)),
-            [row["median"] for row in measured],
-            xerr=[
-                [row["median"] - row["least"] for row in measured],
-                [row["most"] - row["median"] for row in measured],
-            ],
-            color=[COLOURS[group == "adl_dist"] for group in groups],
-            height=0.7,
-            label=["" if group in groups[:i] else group for i, group in enumerate(groups)],
-            error_kw={"ecolor": "#333333", "elinewidth": 1.0, "capsize": 2.0},
-        )
+        look: Any = {"height": 0.7, "error_kw": {"ecolor": "#333333", "elinewidth": 1.0, "capsize": 2.0}}
+        for is_torch, label in ((True, "torch"), (False, "adl_dist")):
+            bars = [(n, row) for n, row in enumerate(measured) if (row["contender"] in OF_TORCH) is is_torch]
+            medians = [row["median"] for _, row in bars]
+            ends = [[row["median"] - row["least"] for _, row in bars], [row["most"] - row["median"] for _, row in bars]]
+            axes.barh([n for n, _ in bars], medians, xerr=ends, color=COLOURS[not is_torch], label=label, **look)
         if (reference := baseline(table)) is not None:
             axes.axvline(reference["median"], color="#333333", linestyle="--", linewidth=1.0, label="reference")
         axes.set_yticks(range(len(measured)), [row["contender"] for row in measured])

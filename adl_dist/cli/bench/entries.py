@@ -13,7 +13,7 @@ from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.batch import tensors_of
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import method_named
-from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.config.schema import RunConfig, defaults
 from adl_dist.cli.plan.command import described_links
 from adl_dist.cli.plan.profiler import Profiler, link_figures
 from adl_dist.distributed.affinity import num_cores
@@ -22,6 +22,7 @@ from adl_dist.links import LINKS
 from adl_dist.partition import Chain, Machine
 from adl_dist.partition.cut import begins_of
 from adl_dist.partition.predict import best_cut, predict
+from adl_dist.report.runs import flatten
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage.loss import SumCountLoss
@@ -51,6 +52,10 @@ OURS = ("bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "dsp", "dgl", "adl", f"adl{MI
 NAMES = (*OF_TORCH, *METHODS, f"adl{MINIMAL}")  # all that --contenders takes
 LONGEST_CYCLE = 5  # as few as the updates of a measured run
 DEFAULT = (*BY_DEFAULT, *OURS)
+ONLY_OURS = (  # settings that a comparison leaves as they are by default
+    *("runtime.autocast", "runtime.codec", "runtime.gradient_codec", "runtime.compile", "runtime.loggers"),
+    *("train.clip_norm", "train.ema", "train.non_finite", "train.metrics", "data.samples_per_epoch", "callbacks"),
+)
 
 
 def cycle_of(inner_updates: int) -> int:
@@ -155,22 +160,9 @@ def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, sett
 
 
 def check_fair(config: RunConfig, *, command: str) -> None:
-    """Raise ConfigError if a setting would apply only to our runs of a comparison."""
-    train, runtime = config.train, config.runtime
-    used = {
-        "runtime.autocast": runtime.autocast,
-        "runtime.codec": runtime.codec != "none",
-        "runtime.gradient_codec": runtime.gradient_codec not in (None, "none"),
-        "runtime.compile": runtime.compile,
-        "runtime.loggers": runtime.loggers,
-        "train.clip_norm": train.clip_norm,
-        "train.ema": train.ema,
-        "train.non_finite": train.non_finite != "stop",
-        "train.metrics": train.metrics,
-        "data.samples_per_epoch": config.data.get("samples_per_epoch"),
-        "callbacks": config.callbacks,
-    }
-    if found := [key for key, value in used.items() if value]:
+    """Raise ConfigError if a setting would apply to our runs only."""
+    given, usual = flatten(config.plain), flatten(defaults())
+    if found := [key for key in ONLY_OURS if given.get(key) != usual.get(key)]:
         raise ConfigError(
             f"{' and '.join(found)} would apply to our methods alone; omit them, or where an experiment sets "
             f"them give null, [] or false: {command} compares all contenders in plain dtype, uncompiled, with "
