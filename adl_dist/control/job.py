@@ -12,21 +12,19 @@ from typing import Any
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
 from adl_dist.control.coordinator import Coordinator
-from adl_dist.control.group import CAUSE_SECONDS, RpcWorkerGroup, WorkerGroup
+from adl_dist.control.group import CAUSE_SECONDS, RpcWorkerGroup, WorkerGroup, serve
 from adl_dist.control.messages import Abort, Failure, Finish, Report, Summary
 from adl_dist.control.requests import RequestKind
 from adl_dist.control.rpc import ControlPlane, JobEndpoint, open_endpoint
 from adl_dist.control.run_socket import LiveControl
-from adl_dist.control.serve import serve
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.rpc_errors import PeerLateError
 from adl_dist.distributed.world import COORDINATOR_RANK, World, disconnect
 from adl_dist.errors import StageFailed
 from adl_dist.monitor.activity import ActivityLog
-from adl_dist.monitor.heartbeat import HeartbeatMonitor
 from adl_dist.monitor.status import RankStatus, StageStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.monitor.watchdog import Watchdog
+from adl_dist.monitor.watchdog import HeartbeatMonitor, Watchdog
 
 logger = logging.getLogger("adl_dist")
 

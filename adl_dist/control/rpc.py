@@ -19,8 +19,8 @@ from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.rpc_errors import Call, PeerError
 from adl_dist.distributed.world import World, name_of
-from adl_dist.monitor.heartbeat import ANSWER_SECONDS, Heartbeat, end_because
 from adl_dist.monitor.status import ProcessStatus
+from adl_dist.monitor.watchdog import ANSWER_SECONDS, Heartbeat, end_because
 
 T = TypeVar("T")
 Message = Command | Finish | Abort | Stop | Report | PartReport

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.futures
 
-from adl_dist.control import serve as serving
+from adl_dist.control import group as serving
+from adl_dist.control.group import serve
 from adl_dist.control.job import Job
 from adl_dist.control.messages import Abort, Failure, Load
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
-from adl_dist.control.serve import serve
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
 from adl_dist.distributed.world import launched_rank, single_process
 from adl_dist.errors import ChannelError, StageFailed, in_one_line

@@ -12,11 +12,10 @@ import pytest
 
 from adl_dist.checkpoint import ownership, storage
 from adl_dist.distributed.procfs import machine, start_time
-from adl_dist.monitor import heartbeat
-from adl_dist.monitor.heartbeat import Heartbeat, HeartbeatMonitor
-from adl_dist.monitor.shutdown import print_bounded
+from adl_dist.monitor import watchdog
 from adl_dist.monitor.status import ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
+from adl_dist.monitor.watchdog import Heartbeat, HeartbeatMonitor, print_bounded
 from adl_dist.report import Progress, tell, warn
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, train
 from tests.support.toys import FixedImages
@@ -147,8 +146,8 @@ def another_process():
 )
 def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeypatch):
     lines, ends, gone, answers = [], [], [], Heartbeat()
-    monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: lines.append(text))
-    monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
+    monkeypatch.setattr(watchdog, "print_bounded", lambda text, level=0: lines.append(text))
+    monkeypatch.setattr(watchdog, "end", lambda: ends.append(time.monotonic()))
     monitor = HeartbeatMonitor(answers, 1, WatchdogTimeouts(stall_seconds=0.4, abort_seconds=0.8), gone.append)
     with another_process() as (rank_0, asker):
         monitor.start()
