@@ -27,7 +27,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, BinaryIO
@@ -84,14 +84,16 @@ def names(folder: PurePath) -> list[str]:
     A missing folder has none.
     """
     with _files_of(folder) as files:
+
+        def is_folder(name: str, entry: Mapping[str, Any]) -> bool:
+            return entry["type"] == "directory" or bool(entry.get("islink") and files.isdir(str(folder / name)))
+
         try:
             entries = files.ls(str(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        entries = [each for each in entries if not str(folder).endswith(each["name"])]  # a file names itself
-        folders = {each["name"] for each in entries if each["type"] == "directory"}
-        folders |= {each["name"] for each in entries if each.get("islink") and files.isdir(each["name"])}
-        return sorted({f"{PurePosixPath(n).name}{'/' * (n in folders)}" for n in (each["name"] for each in entries)})
+        found = {PurePosixPath(each["name"]).name: each for each in entries if not str(folder).endswith(each["name"])}
+        return sorted(f"{name}{'/' * is_folder(name, each)}" for name, each in found.items())  # a file names itself
 
 
 def size(file: PurePath) -> int:
