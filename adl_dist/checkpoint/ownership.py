@@ -24,6 +24,7 @@ from adl_dist.report import say
 
 PREFIX = "owner-"
 BEAT_SECONDS, LEASE_SECONDS = 8.0, 30.0
+EMPTY_SECONDS = 2.0  # how long an owner file may be empty, as it is while it is made
 _held: set[PurePath] = set()  # the owner files of this process
 _dead: dict[PurePath, bytes] = {}  # owner files that this process has seen unchanged for LEASE_SECONDS
 
@@ -131,9 +132,10 @@ class Ownership:
         """Return whether an owner file changes, not just vanishes, in the lease."""
         if _dead.get(file) == text:
             return False
-        who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
-        say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
-        until = time.monotonic() + LEASE_SECONDS
+        if text:
+            who = f"{_name_of(_owner_in(text))}, which owns {self._folder},"
+            say(f"waiting up to {LEASE_SECONDS:g} s to see whether {who} still runs ...")
+        until = time.monotonic() + (LEASE_SECONDS if text else EMPTY_SECONDS)
         while time.monotonic() < until:
             time.sleep(0.2)
             try:
@@ -141,7 +143,8 @@ class Ownership:
                     return True
             except FileNotFoundError:
                 return False
-        _dead[file] = text
+        if text:  # two files of the same name may be empty
+            _dead[file] = text
         return False
 
     def _text(self, beat: int) -> bytes:
