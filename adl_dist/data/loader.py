@@ -205,9 +205,9 @@ class Loader:
             raise _failed(error) from error
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise DataError(
-                f"{type(self._dataset).__name__} cannot be sent to the processes that load data: {error}; define its "
-                "functions and classes at the top of a module, not inside of functions or as lambdas, or use "
-                "data.num_workers=0"
+                f"{type(self._dataset).__name__} or its collate_fn cannot be sent to the processes that load data: "
+                f"{error}; define functions and classes at the top of a module, not inside of functions or as lambdas, "
+                "or use data.num_workers=0"
             ) from error
         self._kept = loader if keeps else self._kept
         return iterator

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from adl_dist.codecs import PLAIN, Codecs
+from adl_dist.codecs import CODECS, PLAIN, Codecs
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import (
@@ -318,7 +318,17 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
     fresh = [p for p in predictions if p.convergence_factor <= least_stale]
     fastest = max(p.images_per_second for p in fresh)
     near = [p for p in fresh if p.images_per_second >= (1 - AS_GOOD) * fastest]
-    return min(near, key=lambda p: (p.pipeline.num_stages, p.pipeline.method.split_backward, -p.images_per_second))
+    exact = {codec: place for place, codec in enumerate(CODECS)}
+
+    def rank(p: Prediction) -> tuple[float, ...]:
+        return (
+            p.pipeline.num_stages,
+            p.pipeline.method.split_backward,
+            exact[p.codecs.activations],
+            -p.images_per_second,
+        )
+
+    return min(near, key=rank)
 
 
 def advise(
@@ -347,7 +357,8 @@ def advise(
     choice = best_of(usable)
     pipeline, speed = choice.pipeline, choice.images_per_second
     if other.fits and (1 + WORTH_IT) * other.best >= speed:
-        rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"
+        coded = "" if choice.codecs == PLAIN else f" and runtime.codec={choice.codecs.activations}"
+        rival = f"{pipeline.method.name} with K = {pipeline.num_stages}{coded} makes {speed:,.0f}"
         if other.single >= other.ddp:
             slow_links = "the links are too slow for so little work in a micro-batch"
             why = (

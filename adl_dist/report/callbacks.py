@@ -238,5 +238,5 @@ class Callbacks:
             logger.error("callback %s failed", name, exc_info=error)
             said = text_of(error) if isinstance(error, ConfigError) else f"{in_one_line(error)}{place_of(error)}"
             raise CallbackError(
-                f"callback {name} fails at update {update}: {said}; the last checkpoint is kept"
+                f"callback {name} fails at update {update}: {said}; the last checkpoint is kept, if there is one"
             ) from error

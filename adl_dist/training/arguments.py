@@ -69,7 +69,7 @@ def check_trainer(
             kind = type(value).__name__
             raise ConfigError(
                 f"{name} is a {kind} that has its {takes} already; each stage makes one of its own: give what makes "
-                f"it, like {name}=lambda {takes}: {made.__module__}.{kind}({takes}, ...)"
+                f"it, like {name}=lambda {takes}: {type(value).__module__}.{kind}({takes}, ...)"
             )
         if not callable(value) and not (value is None and name == "lr_schedule"):
             raise ConfigError(f"{name}: expected a callable that takes {takes}, got {_kind(value)}")

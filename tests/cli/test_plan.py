@@ -11,6 +11,7 @@ import pytest
 from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.plan.command import line_to_paste
 from adl_dist.cli.plan.profiler import Profiler, measure_link
+from adl_dist.codecs import Codecs
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
@@ -179,6 +180,18 @@ def test_a_tenth_of_speed_outweighs_ddp_and_staleness():
     for speed, is_fresh in ((109.0, True), (112.0, False)):
         stale = replace(fresh, staleness_mean=[1.0, 0.0], images_per_second=speed)
         assert (best_of([stale, fresh]) is fresh) == is_fresh
+
+
+def test_a_codec_that_beats_ddp_is_recommended_and_no_other():
+    plain = planned(known(act_bytes=8, grad_bytes=8))
+    exact, coded = (replace(plain, codecs=Codecs(name, name), images_per_second=99.0) for name in ("int8", "int4"))
+    other = replace(without(known(), devices=2, machine=Machine()), ddp=80.0, single=1.0)
+    choice, _ = advise([replace(plain, images_per_second=70.0), coded, exact], other)
+    assert choice is exact
+    line = line_to_paste(choice, ["u4"], ["model=mine", "runtime.codec=bf16"])
+    assert line.startswith("adl-dist train model=mine runtime.codec=int8 method=adl")
+    _, why = advise([exact], replace(other, ddp=98.0))
+    shows(why, ["use DDP", "adl with K = 2 and runtime.codec=int8 makes 99"])
 
 
 def done(*words):

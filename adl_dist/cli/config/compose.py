@@ -290,8 +290,8 @@ def parse(text: str, *, several: bool = False) -> Override:
     is_sweep = override.is_sweep_override()
     if is_sweep and not several:
         raise ConfigError(
-            f"{text} gives several values, but one command is one run; add --multirun to run them all; a list is "
-            f"written {key}=[1,2]"
+            f"{text} gives several values, but this command takes one; `adl-dist train --multirun` runs all, and a "
+            f"list, where {key} takes one, is written {key}=[1,2]"
         )
     chosen: Any = None if is_sweep else override.value()
     _check_keys([f"{key}.{one}" for one in chosen] if isinstance(chosen, dict) and key in GROUPS else [key])

@@ -51,6 +51,7 @@ REMOVED = {
         ("--max-staleness", "--steps"), "method.delay=auto method.max_staleness=0.5 bounds the staleness for one M"
     ),
 }
+CODEC_KEYS = ("runtime.codec=", "runtime.gradient_codec=")
 Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and the units of each stage if given
 
 
@@ -175,7 +176,9 @@ def _answer(flags: argparse.Namespace) -> Plan:
     other = alternative(profiles[M], machine, num_devices=num_devices, whole=whole, share=share)
     predictions, unfit = _predictions(cuts, [(method, machine.codecs) for method in methods], profiles, num_devices)
     codecs = [] if links is None else [(config.method, Codecs(codec, codec)) for codec in CODECS]
-    choice, reason = advise(predictions, other, unit=profiles[M].of["unit"])
+    coded = _predictions(cuts, codecs, profiles, num_devices)[0]
+    wanted = coded if config.method.name in names else []
+    choice, reason = advise([*predictions, *wanted], other, unit=profiles[M].of["unit"])
     begins = [] if choice is None else begins_of(profiler.chain, choice.balance.sizes)
     return Plan(
         machine=machine,
@@ -183,7 +186,7 @@ def _answer(flags: argparse.Namespace) -> Plan:
         other=other,
         predictions=predictions,
         chain=profiler.chain,
-        coded=_predictions(cuts, codecs, profiles, num_devices)[0],
+        coded=coded,
         refused=[*refused, *unfit],
         line=None if choice is None else line_to_paste(choice, begins, flags.overrides),
         reason=reason,
@@ -328,20 +331,15 @@ def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
     ]
     for K in dict.fromkeys(p.pipeline.num_stages for p in coded):
         alike = [p for p in coded if p.pipeline.num_stages == K]
-        # Coding takes time: of all that are as fast as the fastest, take the most exact one.
+        # Of all that are as fast as the fastest, take the most exact one.
         most = (1 - AS_GOOD) * max(p.images_per_second for p in alike)
-        fast = [p for p in alike if p.images_per_second >= most]
-        enough = next((p for p in fast if p.is_compute_bound), fast[0])
-        codec = enough.codecs.activations
-        if not enough.is_compute_bound:
-            least = "without a codec" if codec == "none" else f"with runtime.codec={codec}"
-            hide = "longer delays may hide it (method.delay=auto, and a larger method.max_staleness), or a larger M"
-            told = f"the links cost time, least {least}; {hide}"
-        elif codec == "none":
-            told = "no codec is needed: the links cost next to no time"
-        else:
-            told = f"runtime.codec={codec} is needed, and enough, for the links to cost next to no time"
-        lines.append(f"K = {K}: {told}")
+        chosen = next(p for p in alike if p.images_per_second >= most)
+        codec = chosen.codecs.activations
+        told = "no codec is needed" if codec == "none" else f"runtime.codec={codec} is needed, and enough"
+        if not chosen.is_compute_bound:
+            told = f"{'no codec' if codec == 'none' else f'runtime.codec={codec}'} is best; longer delays "
+            told += "(method.delay=auto, and a larger method.max_staleness) or a larger M may help"
+        lines.append(f"K = {K}: {told}: the links add {chosen.link_share:.0%}")
     return ["", *lines]
 
 
@@ -399,6 +397,10 @@ def line_to_paste(choice: Prediction, begins: Sequence[str], overrides: Sequence
 
     ``begins`` are the units where stages 1..K-1 begin.
     """
-    words = without_method_and_cut(overrides) + method_words(choice.pipeline.method)
+    act, grad = choice.codecs
+    words = [word for word in without_method_and_cut(overrides) if not word.startswith(CODEC_KEYS)]
+    words += [] if choice.codecs == PLAIN else [f"runtime.codec={act}"]
+    words += [] if grad == act else [f"runtime.gradient_codec={grad}"]
+    words += method_words(choice.pipeline.method)
     words += [f"partition.num_stages={choice.pipeline.num_stages}", *([balance_word(begins)] if begins else [])]
     return f"adl-dist train {shlex.join(words)}"
