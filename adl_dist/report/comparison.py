@@ -19,6 +19,7 @@ from adl_dist.report.progress import holders
 from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Point, Run, measure_of, read_runs
 from adl_dist.report.tables import markdown_table
 
+VALIDATION = "validation_"  # begins the names of metrics in summary.json
 NOTHING, MINUS = ".", "\u2212"
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the updates of the reference, after which its loss is a goal
 WINDOWS = 50  # for the moving average of a training loss, in the updates of the reference
@@ -104,7 +105,8 @@ def write_comparison(
     text = _text(runs, command=command, reference=reference, failed=failed)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
-    rows = list(map(_csv_row, runs))
+    further = dict.fromkeys(name for run in runs for name in run.result if name.startswith(VALIDATION))
+    rows = [_csv_row(run) | {n: run.result.get(n) for n in further} for run in runs]
     with write_atomically(folder / "comparison.csv") as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -154,7 +156,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     name = measure.name.replace("/", " ").capitalize()
     note = f"{name} after the last epoch: median over the seeds that came there (min to max, seeds)."
     if has_reference:
-        points = "percentage points" if measure.scale == 100 else "the loss itself"
+        points = "percentage points" if measure.scale == 100 else "the figure itself"
         note += f" `to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} of the same model, "
         note += "with the same data and M if there is one."
     return _with_note(rows, note)

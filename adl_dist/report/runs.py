@@ -203,7 +203,12 @@ def add_labels(runs: Sequence[Run]) -> None:
             )
     flat = [run.settings for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
-    telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
+    is_mixed = len({"partition.num_stages" in one for one in flat}) > 1  # a script's run has settings of fewer keys
+    telling = [
+        key
+        for key in keys
+        if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, [one for one in flat if key in one or not is_mixed])
+    ]
     for run in runs:
         given = {key: run.settings.get(key) for key in telling}
         run.label = " ".join([run.label, *(f"{key}={value}" for key, value in given.items() if value is not None)])
@@ -301,7 +306,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Measure(NamedTuple):
-    """The figure that runs are compared by: accuracy, or the loss."""
+    """The figure that runs are compared by."""
 
     name: str
     unit: str
@@ -325,5 +330,8 @@ ACCURACY, LOSS = Measure("validation/accuracy", " %", 100), Measure("validation/
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:
-    """Return the accuracy if any run has one, otherwise the loss."""
+    """Return the metric by which all runs keep their best checkpoint, accuracy if any run has one, or the loss."""
+    chosen = {run.settings.get("runtime.best_metric") for run in runs}
+    if len(chosen) == 1 and (metric := chosen.pop()) not in (None, ACCURACY.key, LOSS.key):
+        return Measure(metric.replace("_", "/", 1), "", 1)
     return ACCURACY if any(run.finite(ACCURACY.name) for run in runs) else LOSS

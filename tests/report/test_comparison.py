@@ -90,6 +90,25 @@ def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
     assert [*rows] == [f"adl {label}" for label in labels]
 
 
+def test_settings_that_a_script_does_not_record_are_in_no_label(runs):
+    for more in ({"runtime": {"trace": True}, "data": {"_target_": "mine"}}, {}):
+        runs.add("adl", 0.9, train_only=1, **more)
+    script = yaml.safe_load((runs.made[1] / "config.yaml").read_text())
+    script["num_stages"] = script.pop("partition")["num_stages"]
+    (runs.made[1] / "config.yaml").write_text(yaml.safe_dump(script | {"train_only": 2}))
+    assert [*runs.table()[1]] == ["adl train_only=1", "adl train_only=2"]
+
+
+def test_runs_are_compared_by_the_metric_that_decides_which_is_best(runs):
+    for method, value in (("bp", 0.5), ("adl", 0.25)):
+        runs.add(method, 0.1, value, name="miou", runtime={"best_metric": "validation_miou"})
+    _, rows = runs.table()
+    assert rows["adl"] == ["0.2500 (0.2500 to 0.2500, 1)", "\u22120.2500"]
+    assert "Validation miou" in (runs.folder / "comparison.md").read_text()
+    written = csv.DictReader((runs.folder / "comparison.csv").read_text().splitlines())
+    assert [row["validation_miou"] for row in written] == ["0.5", "0.25"]
+
+
 def test_options_of_the_method_are_in_a_label_unless_usual(runs):
     for weights in ("stash", "latest"):
         runs.add("adl", 0.5, M=4, settings={"weights": weights})
