@@ -118,9 +118,13 @@ def _end_in_lines(
             raise _ending("the run has ended on another node, whose output says why") from None
 
     def num_nodes_waiting() -> int:  # asked again and again while ranks run
-        if store.check([ERROR]):
-            raise _ending(store.get(ERROR).decode())
-        return num_waiting()
+        try:
+            if store.check([ERROR]):
+                raise _ending(store.get(ERROR).decode())
+            return num_waiting()
+        except (dist.DistNetworkError, elastic.RendezvousConnectionError):
+            way_out = "give the same command again on all nodes; it continues from the newest checkpoint"
+            raise _ending(f"the node at {parameters.endpoint}, where all others meet, is gone; {way_out}", 1) from None
 
     def shutdown() -> bool:
         has_error = False
@@ -136,10 +140,10 @@ def _end_in_lines(
         setattr(handler, replacement.__name__, replacement)
 
 
-def _ending(text: str) -> SystemExit:
+def _ending(text: str, code: int = ConfigError.exit_code) -> SystemExit:
     """Print an error, and return the end of this agent."""
     sys.stderr.write(f"adl-dist: error: {text}\n")
-    return SystemExit(ConfigError.exit_code)
+    return SystemExit(code)
 
 
 def _store_of_agents(parameters: "elastic.RendezvousParameters") -> tuple[dist.TCPStore, bool]:

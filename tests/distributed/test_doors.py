@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import os
 import socket
 import sys
@@ -150,6 +151,17 @@ def test_an_agent_ends_in_one_line(agent, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         other.num_nodes_waiting()
     assert capsys.readouterr().err == "adl-dist: error: rank 0: the data are missing\n"
+
+
+def test_the_other_agents_say_that_the_first_one_is_gone(agent, capfd):
+    first, other = agent("127.0.0.9"), agent("127.0.0.10")
+    first.set_closed()
+    del first  # and with it the server of the store
+    gc.collect()
+    with pytest.raises(SystemExit) as end:
+        other.num_nodes_waiting()
+    assert end.value.code == 1
+    assert "where all others meet, is gone; give the same command again on all nodes" in capfd.readouterr().err
 
 
 def agreed(store, order):
