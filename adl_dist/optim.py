@@ -119,7 +119,8 @@ def build_lr_schedule(
     except Exception as error:  # the user's own code
         keys = [key for key in takes[1:] if key not in ("updates_per_epoch", "total_updates")]
         raise ConfigError(
-            f"lr_schedule: {name}, which takes {', '.join(keys)}, refuses {options}: {in_one_line(error)}"
+            f"lr_schedule: {name}, which takes {', '.join(keys)}, refuses {options}: {in_one_line(error)}; "
+            "give its options by functools.partial, or as keys of lr_schedule"
         ) from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(

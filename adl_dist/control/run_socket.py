@@ -154,6 +154,6 @@ def _reason(path: Path, error: OSError) -> str:
     if not path.parent.is_dir():
         why = "there is no such folder"
     way_out = "check the path, or ask on the machine of its rank 0"
-    if saved := layout.complete(path.parent / "checkpoints"):
-        way_out += f"; a run that left no summary was killed, and the same command resumes it from {saved[-1].name}"
+    if (saved := layout.complete(path.parent / "checkpoints")) and not (path.parent / "summary.json").exists():
+        way_out += f"; a run that was killed is resumed from {saved[-1].name} by the same command"
     return f"no run is training there on this machine ({why}); {way_out}"

@@ -47,8 +47,8 @@ class Goal:
             )
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
             raise ConfigError(
-                f"it is not known which way {self.metric} is better{did_you_mean(self.metric, KNOWN)}; "
-                f"give {HIGHEST} or {LOWEST} as best_mode"
+                f"best_metric={self.metric}: it is not known which way it is better{did_you_mean(self.metric, KNOWN)}; "
+                f"give {HIGHEST} or {LOWEST} as best_mode, and the name as in metrics.jsonl, like validation_loss"
             )
 
     def check(self, own: Collection[str]) -> None:

@@ -208,7 +208,7 @@ class Method:
         rows = [row for row, spec in MITIGATIONS.items() if name in spec.options]
         if rows and "mitigation" in self.spec.options:
             return f"method.{name}={value} means nothing without method.mitigation=[{rows[0]}]"
-        takes = ", ".join(self.options)
+        takes = ", ".join(self.spec.options)
         return f"method.{name}={value} means nothing to method={self.name}, which takes {takes}"
 
     def _check_together(self) -> None:

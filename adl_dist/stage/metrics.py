@@ -70,7 +70,8 @@ def _metric(wanted: Any, classes: ClassLoss | None) -> Metric:
     if isinstance(wanted, str) and wanted in TOP:
         return Metric(wanted, partial(_rate, classes=classes, top=TOP[wanted]))
     raise ConfigError(
-        f"metrics: there is no {wanted!r}; use accuracy, top5, perplexity, or a callable of (output, target)"
+        f"metrics: there is no {wanted!r}; use accuracy, top5, perplexity, or a callable of (output, target), "
+        "on the command line by its name: train.metrics=[MODULE.NAME]"
     )
 
 
@@ -105,6 +106,8 @@ def hits(out: Tensor | None, target: Any, classes: ClassLoss | None, *, top: int
         return None
     dim = -1 if is_last else 1
     target, num_classes = as_classes(target), out.shape[dim]
+    if num_classes < 2:
+        return None
     counts = (target >= 0) & (target < num_classes)  # what is no class can only be ignored
     if classes is not None:
         counts &= target != classes.ignore_index

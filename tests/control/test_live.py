@@ -123,7 +123,10 @@ def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path):
 
 def test_status_says_how_the_last_run_ended(tmp_path):
     path = saved(tmp_path / "checkpoints", 7)
-    shows(in_process("status", str(tmp_path)).refusal(), ["left no summary was killed", f"resumes it from {path.name}"])
+    shows(
+        in_process("status", str(tmp_path)).refusal(),
+        [f"was killed is resumed from {path.name} by"],
+    )
     summary = {"updates": 7, "epochs": 1, "stages": [], "skipped_updates": 0}
     for more, how in (({}, "ended like this:"), ({"stopped": {"why": "SIGTERM"}}, "was stopped by SIGTERM, and the")):
         (tmp_path / "summary.json").write_text(json.dumps(summary | more))

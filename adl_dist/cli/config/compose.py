@@ -375,8 +375,9 @@ def _unknown_choice(group: str, name: str) -> str:
 
         if close := difflib.get_close_matches(name, list_models(), n=1):
             known += f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}"
-    if group == "optimizer":
-        known += "; any torch optimizer: optimizer._target_=torch.optim.NAME"
+    if group in OPEN_NODES:
+        own = "torch.optim.NAME, or MODULE.NAME of yours" if group == "optimizer" else "MODULE.NAME"
+        known += f"; any other: {group}._target_={own}"
     return f"there is no {group}={name}{known}"
 
 
