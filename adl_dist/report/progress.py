@@ -202,8 +202,8 @@ def final_table(summary: Mapping[str, Any]) -> str:
     """Return the summary of a run as a short table."""
     head = [f"\n{counted(summary['epochs'], 'epoch')}, {counted(summary['updates'], 'update')}"]
     forms = {"validation_accuracy": ".2%", "validation_loss": ".4f", "validation_perplexity": ".2f"}
-    measured = [n for n in dict.fromkeys([*forms, *summary]) if n.startswith("validation_") and n in summary]
-    head += [f"{name.replace('_', ' ')} {summary[name]:{forms.get(name, '.4g')}}" for name in measured]
+    metrics = [n for n in dict.fromkeys([*forms, *summary]) if n.startswith("validation_") and n in summary]
+    head += [f"{name.replace('_', ' ')} {summary[name]:{forms.get(name, '.4g')}}" for name in metrics]
     if "samples_per_second" in summary:
         unit, speed = summary.get("unit", "images"), summary.get("tokens_per_second", summary["samples_per_second"])
         mfu = f" ({summary['mfu']:.1%} of the devices' peak)" if "mfu" in summary else ""

@@ -55,7 +55,7 @@ SETTINGS = {
     "--epochs=5": ["unknown option --epochs; did you mean 'train.epochs=5'?"],
     "sweep.variants.x=[method=bp]": ["x=[method=bp]' cannot be read", "sweep.variants.stale=['method=adl','method."],
     "train.epochs=[1": ["'train.epochs=[1' cannot be read; write KEY=VALUE", "quote"],
-    "train.epochs=1,2": ["train.epochs=1,2 gives several values, but one command is one run", "[1,2]"],
+    "train.epochs=1,2": ["train.epochs=1,2 gives several values, but this command takes one", "[1,2]"],
     "train.batch_size=${nosuch}": ["Interpolation key 'nosuch' not found"],
     "run_dir=${nosuch:1}": ["Unsupported interpolation type nosuch; understood are ${KEY}, ${now:%H%M}"],
     "run_dir=${hydra:job.name}": ["HydraConfig was not set; understood are ${KEY}"],

@@ -99,7 +99,7 @@ def test_settings_that_a_script_does_not_record_are_in_no_label(runs):
     assert [*runs.table()[1]] == ["adl train_only=1", "adl train_only=2"]
 
 
-def test_runs_are_compared_by_the_metric_that_decides_which_is_best(runs):
+def test_runs_are_compared_by_the_metric_that_tells_the_best(runs):
     for method, value in (("bp", 0.5), ("adl", 0.25)):
         runs.add(method, 0.1, value, name="miou", runtime={"best_metric": "validation_miou"})
     _, rows = runs.table()
