@@ -97,7 +97,9 @@ def status(arguments: list[str]) -> None:
     """Run ``adl-dist status``: print the state of a run, or its summary."""
     as_json = "--json" in arguments
     run_dir = _local("status", [each for each in arguments if each != "--json"])
-    if summary := _summary_of_ended(run_dir):
+    summary, saved = read_json(run_dir / "summary.json"), layout.complete(run_dir / "checkpoints")
+    is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))
+    if summary and is_newest and not (run_dir / SOCKET).exists():  # it has ended normally
         stopped = summary.get("stopped", {})
         how = f"was stopped by {stopped['why']}, and the same command resumes it" if stopped else "ended like this"
         head = f"no run is training in {run_dir}; the last one there {how}:"
@@ -142,11 +144,3 @@ def _local(command: str, arguments: Sequence[str]) -> Path:
             f"{tempfile.gettempdir()}/adl-dist-run-..., on the machine of that"
         )
     return run_dir
-
-
-def _summary_of_ended(run_dir: Path) -> dict[str, Any]:
-    """Return the summary of a run that has ended normally, or {}."""
-    summary = read_json(run_dir / "summary.json")
-    saved = layout.complete(run_dir / "checkpoints")
-    is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))
-    return summary if is_newest and not (run_dir / SOCKET).exists() else {}

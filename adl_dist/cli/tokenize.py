@@ -18,7 +18,17 @@ MOST_TOKENS = 2**31 - 1  # that a header can tell
 
 def tokenize(arguments: Sequence[str]) -> None:
     """Write DIR/train.bin, DIR/validation.bin and DIR/vocabulary.json."""
-    chosen = _parser().parse_args(arguments)
+    parser = Parser(
+        prog="adl-dist tokenize",
+        description="Makes tokens of text: DIR/train.bin, DIR/validation.bin and DIR/vocabulary.json, for data=tokens.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="text, one file after the other")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a folder, which is made")
+    parser.add_argument("--level", choices=("byte", "char"), default="byte", help="what a token is; default: byte")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a file of the package tokenizers, like tokenizer.json")
+    share = "end of each file to validate on; default: 0.1"
+    parser.add_argument("--validation", type=number(float, 1e-6, 0.999999), default=0.1, metavar="SHARE", help=share)
+    chosen = parser.parse_args(arguments)
     folder = Path(chosen.out)
     paths = [Path(name) for name in chosen.files]
     outs = [folder / name for name in ("train.bin", "validation.bin", FILE)]
@@ -53,20 +63,6 @@ def tokenize(arguments: Sequence[str]) -> None:
         f"({vocabulary.kind})\nto train on them: adl-dist train model=gpt data=tokens data.train={outs[0]} "
         f"data.validation={outs[1]}\n"
     )
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        prog="adl-dist tokenize",
-        description="Makes tokens of text: DIR/train.bin, DIR/validation.bin and DIR/vocabulary.json, for data=tokens.",
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="text, one file after the other")
-    parser.add_argument("--out", required=True, metavar="DIR", help="a folder, which is made")
-    parser.add_argument("--level", choices=("byte", "char"), default="byte", help="what a token is; default: byte")
-    parser.add_argument("--tokenizer", metavar="FILE", help="a file of the package tokenizers, like tokenizer.json")
-    share = "end of each file to validate on; default: 0.1"
-    parser.add_argument("--validation", type=number(float, 1e-6, 0.999999), default=0.1, metavar="SHARE", help=share)
-    return parser
 
 
 def _read(path: Path, kind: str) -> str:

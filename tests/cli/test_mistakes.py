@@ -29,6 +29,7 @@ SETTINGS = {
     # choices of a group
     "model=resnet21": ["there is no model=resnet21; did you mean resnet", "choose one of", "resnet18, resnet20, "],
     "method=gpip": ["there is no method=gpip; did you mean gpipe?; choose one of 1f1b, 2bw, adl"],
+    "method=null": ["method=null is not a choice of method; choose one of 1f1b, 2bw, adl"],
     "model=resnet50": ["torchvision has resnet50: model=torchvision model.name=resnet50"],
     "optimizer=adam": ["there is no optimizer=adam; did you mean adamw?", "optimizer._target_=torch.optim.NAME"],
     "optimizer=rotated": ["optimizer=rotated was removed in 0.4.0", "examples/rotated_adam.py"],

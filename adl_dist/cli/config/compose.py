@@ -295,7 +295,7 @@ def parse(text: str, *, several: bool = False) -> Override:
         )
     chosen: Any = None if is_sweep else override.value()
     _check_keys([f"{key}.{one}" for one in chosen] if isinstance(chosen, dict) and key in GROUPS else [key])
-    if (config_folder() / key).is_dir() and chosen is not None and not isinstance(chosen, dict):
+    if (config_folder() / key).is_dir() and not (is_sweep or override.is_delete() or isinstance(chosen, dict)):
         if not isinstance(chosen, str):
             raise ConfigError(f"{text} is not a choice of {key}; choose one of {_choices(key)}")
         if not (config_folder() / key / f"{chosen}.yaml").is_file():
