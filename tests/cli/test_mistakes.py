@@ -24,6 +24,7 @@ SETTINGS = {
     "train.epoch=2": ["there is no key 'train.epoch'; did you mean 'train.epochs'?; adl-dist train --help"],
     "modle=resnet8": ["there is no key 'modle'; did you mean 'model'?"],
     "batch_size=2": ["there is no key 'batch_size'; did you mean 'train.batch_size'?"],
+    "data={foo:1}": ["there is no key 'data.foo'", "adl-dist train --help"],
     "runtime={foo:1}": ["there is no key 'runtime.foo'", "adl-dist train --help"],
     "runtime.cuda_graphs=true": ["runtime.cuda_graphs was removed in 0.4.0; remove it, or use version 0.3.8"],
     # choices of a group

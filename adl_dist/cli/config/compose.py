@@ -347,6 +347,9 @@ def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, s
     if match := re.search(rf"Could not find '{LAUNCHER}/([^']*)'", str(error)):
         extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
         return f"there is no {LAUNCHER}={match[1]}; the submitit launchers come by {extra}"
+    if match := re.search(r"Could not override '([^']*)'", str(error)):  # in data={foo: 1} only the cause knows foo
+        key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
+        return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
     error = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key, text = getattr(error, "full_key", None) or "", str(error)
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
