@@ -107,7 +107,12 @@ def undo(path: PurePath, token: str) -> None:
 def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
     """Complete the checkpoint ``path`` by the manifest of its ``files``."""
     text = {"format": FORMAT, **manifest, "files": dict(files)}
-    storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+    try:
+        storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+    except OSError:
+        with suppress(OSError):  # it may be there, though not on disk for certain
+            storage.delete(path / MANIFEST)
+        raise
     with suppress(OSError):  # it does no harm
         storage.delete(path / TOKEN)
     return path

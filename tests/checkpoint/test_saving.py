@@ -81,6 +81,21 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
 
 
+def test_a_manifest_that_may_not_be_on_disk_is_taken_back(tmp_path, monkeypatch):
+    sync, manifest = os.fsync, layout.place(tmp_path, 1) / layout.MANIFEST
+
+    def fails_after_the_manifest(descriptor):
+        if manifest.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_after_the_manifest)
+    saver = Saver(tmp_path, CheckpointPolicy(background=False))
+    save(saver, writing(saver, shards()), position(1))
+    assert "Input/output error" in saver.failure
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_that_was_moved_and_linked_is_found(tmp_path):
     path = saved(tmp_path / "elsewhere", 1)
     (tmp_path / path.name).symlink_to(path)
