@@ -36,12 +36,10 @@ from adl_dist.training.warm_up import WarmUp, check_without_warm_up, needs_warm_
 Settings = dict[str, Any]
 
 
-def settle_partition(
-    spec: TrainSpec, partitioned: PartitionedModel, startup: Startup, settings: Settings
-) -> PartitionResult:
+def settle_partition(spec: TrainSpec, partitioned: PartitionedModel, startup: Startup) -> PartitionResult:
     """Settle the cut, the loss and the tensors between stages.
 
-    ``settings`` are plain values that all ranks must have in common. Return the spec with the settled values, the
+    Return the spec with the settled values, the
     samples of this call, and the result of the trial, the same on every rank.
 
     Raises:
@@ -51,7 +49,7 @@ def settle_partition(
     check_sizes(spec.pipeline, plan.first_epoch.sizes)
     if spec.precision.compile:
         check_compiler(world.device)
-    given = {**settings, **plan.as_given}
+    given = {**settings_of(spec, partitioned), **plan.as_given}
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, world.device)
     if world.size > 1 and plan.epochs:
@@ -128,8 +126,8 @@ def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
     return unit_of_inputs(first)
 
 
-def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
-    """Return the plain values that are equal on all ranks and on resume."""
+def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> Settings:
+    """Return the plain values that are equal on all ranks, and by which a run folder is recognised."""
     balance = partitioned.spec.balance
     rules = {"rules": spec.optimizer.settings} if isinstance(spec.optimizer, RuledOptimizer) else {}
     return {
@@ -137,6 +135,7 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
         **rules,
         "balance": balance if isinstance(balance, str) else list(balance),
         "tied": partitioned.spec.tied,
+        "loss": {"name": class_name(spec.loss_fn)},
         "model": {name: list(shape) for name, shape in partitioned.signature.items()},
     }
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
-from adl_dist.checkpoint.identity import check_identity, class_name, identity_of, optimizer_name
+from adl_dist.checkpoint.identity import check_identity, identity_of, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
 from adl_dist.checkpoint.storage import on_rank, place_of
@@ -288,7 +288,12 @@ class Trainer:
             asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
             outputs.notes.append(f"note: {asked}: an update has {data.batch_size - left} samples")
         folder = RunFolder(run_dir) if run_dir is not None else None
-        own = {**self._settings, "batch_size": data.batch_size, "shuffle": data.shuffle, **every}
+        own = {
+            **build.settings_of(self._spec, self._partitioned),
+            "batch_size": data.batch_size,
+            "shuffle": data.shuffle,
+            **every,
+        }
         known_by = own if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
@@ -409,11 +414,6 @@ class Trainer:
             state.load_weights(chosen, module, ema=ema)
         self._partitioned.initial = {}
 
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """The known settings of this trainer that identify a run folder."""
-        return {**build.settings_of(self._spec, self._partitioned), "loss": {"name": class_name(self._spec.loss_fn)}}
-
     def _agreed_folder(
         self,
         world: World,
@@ -481,7 +481,7 @@ class Trainer:
             check_identity(folder.checkpoints, known, identity_of(plan, known.get("optimizer", "")))
         startup = Startup(world, agreement, loaders, plan, None if folder is None else folder.path)
         with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
-            settled = build.settle_partition(self._spec, self._partitioned, startup, self._settings)
+            settled = build.settle_partition(self._spec, self._partitioned, startup)
             return plan, *build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
 
     def _saving(
