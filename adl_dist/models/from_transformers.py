@@ -194,11 +194,6 @@ def _logits_only(model: Any, inputs: tuple[str, ...]) -> nn.Module:
         logits: Tensor = own(self, **dict(zip(names, args, strict=False)), **kwargs, **always).logits
         return logits
 
-    by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter("self", by_place), inspect.Parameter(names[0], by_place)]
-    parameters += [inspect.Parameter(name, by_place, default=None) for name in names[1:]]
-    vars(forward)["__signature__"] = inspect.Signature(parameters)
-
     def reset_layer(self: Any, layer: nn.Module) -> None:
         self._init_weights(layer)
 
