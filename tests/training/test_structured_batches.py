@@ -224,6 +224,40 @@ def test_a_forward_may_branch_on_a_length_that_only_comes_later(name):
     assert_close(*states)
 
 
+class Alternating(Sentences):
+    """Every second sentence is short, so that two together have always one length."""
+
+    def __getitem__(self, index):
+        return sentence(self.first + index, length=4 if index % 2 else 7)
+
+
+def test_micro_batches_of_one_sample_have_lengths_of_their_own():
+    how = {"loading": Loading(collate_fn=padded), "monitoring": QUIET, "shuffle": False, "epochs": 1, "batch_size": 4}
+    states = []
+    for K, M in ((2, 4), (1, 1)):
+        torch.manual_seed(0)
+        trainer = toy_trainer(K, M, "bp", model=encoder(), loss_fn=LOSS, optimizer=sgd, dtype=torch.float64)
+        trainer.fit(Alternating(8, 3), **how)
+        states.append(trainer.full_state_dict())
+    assert_close(*states)
+
+
+def by_hand(out, target):
+    return nn.functional.cross_entropy(out, target, ignore_index=0)
+
+
+def padded_by_0(samples):
+    input_, target = padded(samples)
+    return input_, target.clamp(min=0)
+
+
+def test_a_loss_of_padded_words_that_counts_no_terms_is_refused():
+    for dataset in (Sentences(NUM, 3), Alternating(NUM, 3)):
+        trainer = toy_trainer(2, 2, model=encoder(), loss_fn=by_hand, optimizer=sgd, dtype=torch.float64)
+        with pytest.raises(ConfigError, match=r"the loss is no mean over the samples: of 2 .*num_terms\(target\)"):
+            trainer.fit(dataset, epochs=1, batch_size=6, loading=Loading(collate_fn=padded_by_0), monitoring=QUIET)
+
+
 def sum_and_count(out, target):
     return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
 

@@ -98,7 +98,10 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: P
     loader = training or validation
     if loader is None:
         return None
-    samples = _of_lengths(loader) if loader.varies else Samples.of(*_first(loader, NUM_SAMPLES))
+    segments = () if plan is None else (plan.first_epoch.sizes if training is not None else (), plan.evaluation.sizes)
+    sizes = tuple(tuple(sorted({*of})) for of in segments) or ((), ())
+    fewest = min((size for of in sizes for size in of), default=SIZES[0])
+    samples = _of_lengths(loader, fewest) if loader.varies else Samples.of(*_first(loader, NUM_SAMPLES))
     if training is not None and validation is not None:
         pairs = samples.one, _first(validation, 1)
         specs = [[_describe(batch, with_sizes=not loader.varies) for batch in pair] for pair in pairs]
@@ -107,8 +110,6 @@ def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: P
                 f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
                 f"{' and '.join(specs[0])}; give both the same shape and dtype"
             )
-    segments = () if plan is None else (plan.first_epoch.sizes if training is not None else (), plan.evaluation.sizes)
-    sizes = tuple(tuple(sorted({*of})) for of in segments) or ((), ())
     return samples._replace(trains=training is not None, sizes=sizes)  # type: ignore[arg-type]
 
 
@@ -119,13 +120,20 @@ def _describe(batch: Batch, *, with_sizes: bool) -> str:
     return ("" if structure.is_leaf() else f"{describe_structure(structure)}: ") + ", ".join(shown)
 
 
-def _of_lengths(loader: DeviceLoader) -> Samples:
-    """Return samples of several lengths; the pair are the least and greatest."""
-    num = min(NUM_LOOKED_AT, loader.num_samples)
-    sizes = [min(SIZES[0], num)] * max(1, num // SIZES[0])
+def _of_lengths(loader: DeviceLoader, fewest: int) -> Samples:
+    """Return samples of several lengths; the pair are the least and greatest.
+
+    Half of what is looked at comes in micro-batches of SIZES[1] different samples, the rest in small ones. The run has
+    micro-batches of ``fewest`` samples: a shorter one has other lengths, and not every ``collate_fn`` takes one.
+    """
+    num, small = min(NUM_LOOKED_AT, loader.num_samples), min(SIZES[0], fewest)
+    large = min(SIZES[1], num)
+    sizes = [large] * max(1, num // 2 // large)
+    sizes += [small] * ((num - sum(sizes)) // small)
     with closing(loader.batches(0, sizes)) as batches:
-        found = {tuple(t.shape[1:] for t in tensors_of(x) + tensors_of(y)): MicroBatch(x, y) for x, y in batches}
-    by_size = sorted(found.values(), key=lambda batch: sum(t.numel() for t in tensors_of(batch.input_)))
+        found = [MicroBatch(*batch) for batch in batches]
+    of_shape = {tuple(t.shape[1:] for of in batch for t in tensors_of(of)): batch for batch in reversed(found)}
+    by_size = sorted(of_shape.values(), key=lambda batch: sum(t[0].numel() for t in tensors_of(batch.input_)))
     some = by_size[1:-1]
     lengths = [by_size[0], by_size[-1], *some[:: max(1, -(-len(some) // NUM_BETWEEN))]]
     pair = lengths[0].rows(0, SIZES[0]), lengths[1].rows(0, SIZES[1])

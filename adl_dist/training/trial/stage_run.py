@@ -382,14 +382,18 @@ class StageRun:
         (one, first), (two, second), loss_fn = *self._outputs, self._loss_fn
         if isinstance(loss_fn, ModelLoss):  # which needs a forward of both together
             (one, first), (two, second), loss_fn = *samples.pair, self._loss_in_evaluation
+        pairs = [([one, two], [first, second])]
         if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
-            half = num_samples(second) // 2
-            one, two = (tree_map(partial(_rows, rows=rows), two) for rows in (slice(half), slice(half, None)))
-            first, second = rows_of(second, slice(half)), rows_of(second, slice(half, None))
+            halves = [([0, n], [m for m in (1, 2, 3) if m != n]) for n in (1, 2, 3)]  # any, as lengths may alternate
+            pairs = [
+                ([tree_map(partial(_rows, rows=half), two) for half in way], [rows_of(second, half) for half in way])
+                for way in halves
+            ]
         try:
             with self._within():
                 terms = loss_terms(self._loss_fn, samples.one[1])
-                check_is_mean(self.last, loss_fn, [one, two], [first, second], terms)
+                for outs, targets in pairs:
+                    check_is_mean(self.last, loss_fn, outs, targets, terms)
         except ConfigError as error:  # evaluation may do with such a loss, and training come after it
             return str(error)
         return None
@@ -401,8 +405,8 @@ class StageRun:
         return loss
 
 
-def _rows(leaf: Any, rows: slice) -> Any:
-    return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+def _rows(leaf: Any, rows: list[int]) -> Any:
+    return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) > max(rows) else leaf
 
 
 class _OnMeta(TorchFunctionMode):
