@@ -118,6 +118,12 @@ def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> Non
         _fill(module, averaged(path, stored, module) if ema else stored, extra)
 
 
+def loss_state(path: PurePath) -> dict[str, Any]:
+    """Return the ``state_dict()`` of the loss in a checkpoint; empty if it had none."""
+    with _explained(path):
+        return nested.unpacked_state(*tensor_files.scan(path, LOSS, layout.read_manifest(path)["files"]))
+
+
 def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
     """Return a note on ignored entries of version 0.3.8, or None."""
     stored, texts = tensor_files.scan(path, OLD_BUFFERS, manifest["files"])

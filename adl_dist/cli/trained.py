@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adl_dist.checkpoint import layout, nested, state, tensor_files
@@ -44,12 +45,12 @@ def evaluate(arguments: list[str]) -> None:
     """Run ``adl-dist evaluate``: evaluate a checkpoint in this process, uncut."""
     run_dir, options, words, ema = _read("evaluate", arguments)
     config = instantiate.run_with(run_dir, words)
-    _check_loss(run_dir, config, words)
+    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
+    _check_loss(run_dir, path, config, words)
     if config.runtime.device == "cuda" and not torch.cuda.is_available():
         config.runtime.device = "cpu"
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
         tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
-    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
     trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path, **ema)
     _, val_data = instantiate.build_data(config.data)
@@ -60,17 +61,21 @@ def evaluate(arguments: list[str]) -> None:
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
-def _check_loss(run_dir: PurePath, config: RunConfig, words: Sequence[str]) -> None:
+def _check_loss(run_dir: PurePath, path: PurePath, config: RunConfig, words: Sequence[str]) -> None:
     """Refuse the default loss for a script's run that was trained with another."""
     plain = content_of(run_dir)
     if not is_of_script(plain) or any(word.startswith("loss") for word in words):
         return
-    name = plain["loss"]["name"]
-    if name not in (class_name(instantiate.build_loss(config)), class_name(cross_entropy)):
+    loss_fn, name, saved = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)
+    held = saved.keys() - (loss_fn.state_dict() if isinstance(loss_fn, nn.Module) else {}).keys()
+    if held or name not in (class_name(loss_fn), class_name(cross_entropy)):
         raise ConfigError(
-            f"{run_dir} is the run of a script whose loss was {name}; add loss._target_=MODULE.NAME, which makes it or "
-            "is it, and its arguments, or loss=cross_entropy to evaluate by torch's cross-entropy"
+            f"{run_dir} is the run of a script whose loss was {name}{f' with {min(held)}' if held else ''}; add "
+            "loss._target_=MODULE.NAME, which makes it or is it, and its arguments, or loss=cross_entropy to evaluate "
+            "by torch's cross-entropy"
         )
+    note = "is the run of a script: if its loss had arguments, like label_smoothing, give them as loss.label_smoothing"
+    tell(sys.stderr, f"note: {run_dir} {note}\n")
 
 
 def export(arguments: list[str]) -> None:

@@ -393,7 +393,7 @@ class Trainer:
 
     @arguments.one_at_a_time
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
-        """Read weights and running statistics from a checkpoint of any cut.
+        """Read weights, buffers and the state of the loss from a checkpoint of any cut.
 
         Args:
             path: the checkpoint's own folder, or a run folder.
@@ -412,6 +412,9 @@ class Trainer:
             return
         for module in self._partitioned.modules.values():
             state.load_weights(chosen, module, ema=ema)
+        loss_fn, of_loss = self._spec.loss_fn, state.loss_state(chosen)
+        if isinstance(loss_fn, nn.Module) and loss_fn.state_dict().keys() == of_loss.keys():
+            loss_fn.load_state_dict(of_loss)
         self._partitioned.initial = {}
 
     def _agreed_folder(

@@ -141,6 +141,19 @@ def test_a_scripts_run_is_not_evaluated_by_another_loss(tmp_path):
     shows(shown, [f"validation loss {loss:.4f}"])
 
 
+def test_class_weights_of_a_script_are_asked_for_and_loaded(tmp_path):
+    data, run_dir = FixedImages(16), str(tmp_path / "run")
+    weights = torch.arange(1.0, 1 + max(data.labels) + 1)
+    trainer = toy_trainer(2, 2, loss_fn=nn.CrossEntropyLoss(weight=weights))
+    how = {"epochs": 1, "batch_size": 8, "run_dir": run_dir, "monitoring": QUIET}
+    summary = trainer.fit(data, val_dataset=data, **how)
+    refusal = in_process("evaluate", run_dir, *OF_SCRIPT).refusal()
+    shows(refusal, ["CrossEntropyLoss with weight; add loss._target_=MODULE.NAME"])
+    other = toy_trainer(1, 1, loss_fn=nn.CrossEntropyLoss(weight=torch.ones_like(weights)))
+    other.load_checkpoint(run_dir)
+    assert other.evaluate(data, batch_size=4)["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
+
+
 def test_report_writes_into_the_run_folder_to_out_or_above(tmp_path):
     runs = [recorded_run(tmp_path / name) for name in "ab"]
     for arguments, place in (
