@@ -13,9 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from adl_dist import engine
 from adl_dist.engine import StageContext
+from adl_dist.errors import PartitionError
 from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
+from adl_dist.stage.calls import StageInfo
 from adl_dist.training.edges import edges_of
 from tests.support.runs import sgd
 from tests.support.tiers import slow
@@ -345,3 +347,35 @@ def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():
     assert stage.module[0].weight is stage.module[2].weight
     assert len(list(stage.module.parameters())) == 1
     assert next(iter(stage.optimizer.state)) is stage.module[0].weight
+
+
+class First(nn.Module):
+    """Uses the first of two tensors only."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, y):
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        (
+            {"gets_grad": (True, True)},
+            r"that reach it .* 0, \[True, False\] take .* but \[True, True\] did in the trial",
+        ),
+        ({"out_needs_grad": (False,)}, r"that leave it .* 0, \[True\] take a gradient, but \[False\] did in the trial"),
+    ],
+)
+def test_gradients_unlike_those_of_the_trial_are_refused(info, told):
+    stage = training_stage(First(), 1, spec_of(3, sgd), info=StageInfo(**info))
+
+    def train():
+        stage.forward(0, (torch.ones(2, 3), torch.ones(2, 3)), None)
+        stage.backward(0, (torch.ones(2, 3),))
+
+    with pytest.raises(PartitionError, match=told):
+        train()
