@@ -24,7 +24,8 @@ SEEDS_PER_JOB = 10
 MOST_STARTS = 10
 CALM = Attempt()
 MEMORY = Path("/dev/shm")
-LOST_VALIDATION = re.compile(r"metrics: \('validation/.* lost")
+# Of an evaluation that failed, whose checkpoint cannot be the best one.
+LOST_VALIDATION = re.compile(r"metrics: \('validation/.* lost|checkpoints: .*")
 
 
 @dataclass

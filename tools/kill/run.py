@@ -21,7 +21,7 @@ WORDS = (
     *("model=resnet8", "data._target_=tools.kill.slow_saves.digits", "data.in_channels=1", "data.num_classes=10"),
     *(f"train.epochs={NUM_EPOCHS}", "train.batch_size=32", "optimizer=adamw"),
     *("lr_schedule=multistep", "lr_schedule.milestones=[4,8]"),
-    *("runtime.tensorboard=false", "runtime.report=false", "runtime.threads=1"),
+    *("runtime.tensorboard=false", "runtime.report=false", "runtime.threads=1", "runtime.stage_records_every=1"),
     f"runtime.timeout_seconds={TIMEOUT_SECONDS:g}",
 )
 
