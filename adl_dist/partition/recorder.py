@@ -79,7 +79,11 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
 
 
 def _hooked(model: nn.Module) -> set[str]:
-    return {name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks}
+    return {name for name, module in model.named_modules() if _is_hooked(module)}
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_of_torch(module: nn.Module) -> bool:
@@ -100,7 +104,7 @@ def has_blocks(module: nn.Module) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Sequential and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is nn.Sequential and not _is_hooked(module)
 
 
 @dataclass
@@ -336,7 +340,8 @@ class Recorder(TorchFunctionMode):
         has_objects = not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs)))
         if after != before or lengths != [*map(len, lists)] or has_objects:
             call.has_effects = True
-        elif call.is_tainted and not call.is_open:  # which would also have the effects
+        elif call.is_tainted and not call.is_open and (name in self.recording.hooked or not _is_hooked(module)):
+            # Not with an open call's effects, or those of hooks that this forward has added.
             self._note_predictable(call, key, native_call, args, kwargs, out, module)
         call.recorded.note(key, (args, kwargs), out)
         numbers = [leaf for leaf in other_leaves(out) if leaf is not None]

@@ -297,7 +297,7 @@ COLLECTED = []  # by the hooks of the present forward
 
 
 class CollectsByHooks(nn.Module):
-    """The first forward registers the hooks, as that of transformers does for hidden states."""
+    """The first forward registers the hooks, as that of transformers does for hidden states and routers."""
 
     def __init__(self):
         super().__init__()
@@ -312,7 +312,7 @@ class CollectsByHooks(nn.Module):
         COLLECTED.clear()
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x, *COLLECTED
+        return x, *COLLECTED, torch.stack([out.to(x.device).mean() for out in COLLECTED])
 
 
 model_of(name="hooks_of_the_first_forward")(CollectsByHooks)

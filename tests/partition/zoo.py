@@ -166,6 +166,11 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         {**DECODER, **EAGER, "num_local_experts": 4, "num_experts_per_tok": 2},
         ("ids", "mask"),
     ),
+    "mixtral with routers": (
+        *("mixtral", CAUSAL),
+        {**DECODER, **EAGER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+        ("ids", "labels"),
+    ),
     "qwen2_moe": ("qwen2_moe", CAUSAL, {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 8}, ("ids", "mask")),
     "qwen3_moe": ("qwen3_moe", CAUSAL, {**DECODER, **EXPERTS, "head_dim": 8}, ("ids", "mask")),
     "olmoe": ("olmoe", CAUSAL, {**DECODER, **EAGER, "num_experts": 4, "num_experts_per_tok": 2}, ("ids", "mask")),

@@ -24,6 +24,7 @@ from adl_dist.batch import (
     arguments_of,
     copy_batch,
     describe_names,
+    logits_of,
     map_tensors,
     move_batch,
     num_samples,
@@ -472,10 +473,10 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _check_output(out: Any, size: int, gets: str) -> None:
-    """Raise a ConfigError if ``out`` of the model is not of ``size`` samples."""
-    for leaf in flatten_output(out):  # numbers, like a penalty next to the output, are for the loss to take
-        if leaf.ndim and len(leaf) != size:
-            raise ConfigError(
-                f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
-                "first dimension is the batch"
-            )
+    """Raise a ConfigError if the first tensor in ``out`` of the model is not of ``size`` samples."""
+    first = logits_of(out)  # not numbers, like a penalty next to it, or what further outputs a model has
+    if first is not None and len(first) != size:
+        raise ConfigError(
+            f"{gets} and returns {list(first.shape)} for {size} samples; expected an output of the model whose "
+            "first dimension is the batch"
+        )
