@@ -160,5 +160,5 @@ def specs_of_norm(what: str, stage: Stage) -> Specs:
 
 def specs_of_tied(tied: TiedWeights) -> Specs:
     """Return the specs of tied gradients: each a batch of one, never narrowed."""
-    specs = (replace(TensorSpec.of(p.unsqueeze(0)), channels_last=False) for _, p in tied.named_parameters())
+    specs = (replace(TensorSpec.of(p.unsqueeze(0)), order=()) for _, p in tied.named_parameters())
     return Specs.always(specs)

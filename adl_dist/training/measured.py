@@ -100,7 +100,7 @@ def _profile_key(
         "micro_batch_size": micro_batch_size,
         "input": list(inputs[0].shape[1:]) if len(inputs) == 1 else [list(tensor.shape[1:]) for tensor in inputs],
         "unit": unit_of_inputs(inputs[0]),
-        "channels_last": TensorSpec.of(inputs[0]).channels_last,
+        "channels_last": bool(TensorSpec.of(inputs[0]).order),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),

@@ -20,21 +20,26 @@ VARIES = -1  # stands for a size that changes from one micro-batch to another
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and memory format of one tensor, without its batch size."""
+    """Shape, dtype and layout in memory of one tensor, without its batch size."""
 
     shape: tuple[int, ...]  # of one sample, without the batch dimension; of the whole tensor unless ``batched``
     dtype: str  # torch's name, for example "float32"
-    channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
+    order: tuple[int, ...] = ()  # of its dimensions in memory, like (0, 2, 3, 1) of channels_last; (): as they are
     gets_gradient: bool = True  # whether a gradient comes back for it, if its dtype allows one
     batched: bool = True  # whether its first dimension is the batch
 
     @classmethod
     def of(cls, tensor: Tensor, *, batched: bool = True) -> "TensorSpec":
-        """Return the spec of ``tensor`` [B, ...], preferably in plain format."""
-        channels_last = (
-            tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-        )
-        return cls(tuple(tensor.shape[int(batched) :]), _name(tensor.dtype), channels_last and batched, batched=batched)
+        """Return the spec of ``tensor`` [B, ...].
+
+        A transposed one keeps its order in memory, if that is dense and begins with the batch: kernels are chosen by
+        strides, and round differently.
+        """
+        strides = tensor.stride()
+        order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+        is_kept = batched and not tensor.is_contiguous() and order[0] == 0 and tensor.permute(order).is_contiguous()
+        shape = tuple(tensor.shape[int(batched) :])
+        return cls(shape, _name(tensor.dtype), order if is_kept else (), batched=batched)
 
     def sizes(self, num_samples: int) -> tuple[int, ...]:
         """Return the shape of the tensor for ``num_samples``."""
@@ -42,13 +47,10 @@ class TensorSpec:
 
     def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """Return an uninitialised tensor of ``size`` samples."""
-        return torch.empty(
-            self.sizes(size),
-            dtype=self._dtype,
-            device=device,
-            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
-            pin_memory=pinned,
-        )
+        sizes = self.sizes(size)
+        stored = [sizes[d] for d in self.order] if self.order else sizes
+        made = torch.empty(stored, dtype=self._dtype, device=device, pin_memory=pinned)
+        return made.permute([self.order.index(d) for d in range(made.ndim)]) if self.order else made
 
     def fit(self, tensor: Tensor, size: int, where: Callable[[], str]) -> Tensor:
         """Return ``tensor`` in this format, converted only if necessary.
@@ -71,7 +73,7 @@ class TensorSpec:
 
     def as_wire(self, tensor: Tensor) -> Tensor:
         """Return a contiguous view of real numbers, which gloo accepts."""
-        plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
+        plain = tensor.permute(self.order) if self.order else tensor
         return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
     @cached_property
@@ -80,10 +82,9 @@ class TensorSpec:
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
-        if self.channels_last:
-            c, h, w = self.shape
-            return (h * w * c, 1, w * c, c)
-        return tuple(math.prod(self.shape[place:]) for place in range(not self.batched, len(self.shape) + 1))
+        sizes = self.sizes(1)
+        order = self.order or range(len(sizes))
+        return tuple(math.prod(sizes[later] for later in order[order.index(d) + 1 :]) for d in range(len(sizes)))
 
     @cached_property
     def is_empty(self) -> bool:
@@ -121,8 +122,8 @@ def merge_specs(seen: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...
     for specs in zip(*seen, strict=True):
         sizes = (set(of_dimension) for of_dimension in zip(*(spec.shape for spec in specs), strict=True))
         shape = tuple(min(found) if len(found) == 1 else VARIES for found in sizes)
-        channels_last = all(spec.channels_last for spec in specs)
-        merged.append(replace(specs[-1], shape=shape, channels_last=channels_last))
+        order = specs[-1].order if len({spec.order for spec in specs}) == 1 else ()
+        merged.append(replace(specs[-1], shape=shape, order=order))
     return tuple(merged)
 
 

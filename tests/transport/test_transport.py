@@ -60,7 +60,7 @@ def test_a_spec_describes_a_tensor_and_makes_others_of_its_kind(channels_last):
     """A tensor in the agreed format is sent without a copy and any other is converted."""
     tensor, other = image(channels_last), image(not channels_last)
     spec = TensorSpec.of(tensor)
-    assert spec == TensorSpec((3, 4, 5), "float32", channels_last)
+    assert spec == TensorSpec((3, 4, 5), "float32", (0, 2, 3, 1) if channels_last else ())
     made = spec.empty(2, torch.device("cpu"))
     assert (made.shape, made.dtype, made.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
     assert spec.as_wire(made).is_contiguous()
@@ -70,9 +70,20 @@ def test_a_spec_describes_a_tensor_and_makes_others_of_its_kind(channels_last):
     assert torch.equal(converted, IMAGE)
 
 
+def test_a_transposed_tensor_keeps_its_layout_in_memory():
+    tokens = torch.arange(24.0).reshape(2, 3, 4)
+    spec = TensorSpec.of(tokens.transpose(1, 2))
+    assert (spec.shape, spec.order) == ((4, 3), (0, 2, 1))
+    assert spec.fit(tokens.transpose(1, 2), 2, str).data_ptr() == tokens.data_ptr()
+    assert torch.equal(spec.as_wire(tokens.transpose(1, 2)), tokens)
+    assert spec.empty(5, torch.device("cpu")).stride() == torch.empty(5, 3, 4).transpose(1, 2).stride()
+    for other in (tokens.transpose(0, 1), tokens[:, :, ::2], tokens[:, :1].expand(2, 3, 4)):
+        assert TensorSpec.of(other).order == ()
+
+
 def test_free_strides_of_size_1_arrive_as_a_fresh_tensors():
     """Kernels are chosen by strides, so in one process a peer must see what a peer in another process sees."""
-    spec = TensorSpec((3, 1, 1), "float32", channels_last=True)
+    spec = TensorSpec((3, 1, 1), "float32", (0, 2, 3, 1))
     odd = torch.arange(3.0).as_strided((1, 3, 1, 1), (3, 1, 1, 1))
     fresh = spec.empty(1, torch.device("cpu"))
     assert odd.stride() != fresh.stride()
