@@ -20,7 +20,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
 from adl_dist.partition.absent import Results, filled, infer, signature
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
-from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_of_device, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
 from adl_dist.partition.recording import INPUT, put_tensor, state_label, tensor_named
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, Way
@@ -549,9 +549,7 @@ class ForwardRun:
         with native():
             if kind is Kind.ASK:
                 if name in ASK_DEVICE and args and args[0].is_meta:
-                    device = self.stage.device
-                    answers = {"device": device, "get_device": -1 if device.index is None else device.index}
-                    return answers.get(name, name == f"is_{device.type}")
+                    return answer_of_device(name, self.stage.device)
                 return func(*args, **kwargs)
             if self.frame is None:
                 resolved = map_tensors(lambda t: self._resolved(t, name), (args, kwargs))

@@ -28,6 +28,14 @@ _ASK = {
     *("__repr__", "__reduce_ex__", "_base", "_post_accumulate_grad_hooks", "__deepcopy__"),
 }
 ASK_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}  # of which an absent tensor has another
+
+
+def answer_of_device(name: str, device: torch.device) -> Any:
+    """Return what a tensor on ``device`` answers to the question ``name`` of ASK_DEVICE."""
+    answers = {"device": device, "get_device": -1 if device.index is None else device.index}
+    return answers.get(name, name == f"is_{device.type}")
+
+
 _LIKE = {
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided"),

@@ -22,8 +22,8 @@ from adl_dist.batch import Batch, arguments_of
 from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
 from adl_dist.partition.absent import call_signature, infer, is_masked, module_signature
-from adl_dist.partition.containers import PLAIN, map_tensors, other_leaves, tensors_in, unique_tensors
-from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, kind_of, writes_to
+from adl_dist.partition.containers import PLAIN, map_leaves, map_tensors, other_leaves, tensors_in, unique_tensors
+from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_of_device, kind_of, writes_to
 from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, users_line
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, held_tensors, state_label
 from adl_dist.partition.value import Label, Watch
@@ -418,9 +418,9 @@ class Recorder(TorchFunctionMode):
     def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
         if not (self.is_lazy and call.is_tainted):
             return function(*args, **kwargs)
-        args, kwargs = map_tensors(_to_meta, (args, kwargs))
+        args, kwargs = map_leaves(on_meta, (args, kwargs))
         try:
-            return function(*args, **_on_meta(kwargs)) if module is None else function(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception:  # it asks for elements, which there are not
             first = next((t for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
             if module is None or first is None:
@@ -488,8 +488,7 @@ class Recorder(TorchFunctionMode):
         name, kind = kind_of(func)
         if kind is Kind.ASK:
             if self.is_lazy and name in ASK_DEVICE and args and isinstance(args[0], Tensor) and args[0].is_meta:
-                device = self.recording.device
-                return {"device": device, "get_device": -1}.get(name, name == f"is_{device.type}")
+                return answer_of_device(name, self.recording.device)
             return func(*args, **kwargs)
         self._note_draws()
         leaves = tensors_in((args, kwargs))
@@ -527,7 +526,8 @@ class Recorder(TorchFunctionMode):
                 self.recording.glue.add(held)
         frame = self.frames[-1]
         key = frame.key(f"{name}*", is_module=False)
-        args, kwargs = _together(args, kwargs) if self.is_lazy else (args, kwargs)
+        if self.is_lazy and any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            args, kwargs = map_leaves(on_meta, (args, kwargs))
         out = func(*args, **kwargs)
         self._note_draws()
         if kind is Kind.ELEMENTS:
@@ -723,15 +723,9 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.device("meta") if isinstance(one, torch.device) else one for key, one in kwargs.items()}
-
-
-def _together(args: Any, kwargs: Any) -> Any:
-    """Move all tensors in the arguments to meta if one of them is there."""
-    return (
-        map_tensors(_to_meta, (args, kwargs)) if any(t.is_meta for t in tensors_in((args, kwargs))) else (args, kwargs)
-    )
+def on_meta(leaf: Any) -> Any:
+    """Return a tensor without elements for a tensor, and meta for a device."""
+    return _to_meta(leaf) if isinstance(leaf, Tensor) else torch.device("meta") if type(leaf) is torch.device else leaf
 
 
 def _checkpoint_around(kept: list[Any]) -> int:

@@ -35,7 +35,10 @@ from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.losses import ModelLoss
 from adl_dist.memory import memory_of
 from adl_dist.partition import containers
+from adl_dist.partition.functions import ASK_DEVICE, Kind, answer_of_device, kind_of
+from adl_dist.partition.recorder import on_meta
 from adl_dist.partition.stage_plan import CutImpossibleError, ModePlan
+from adl_dist.partition.value import Value
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import StageInfo, describe_units, flatten_output, is_part, link_stages, takes_gradient
@@ -411,12 +414,16 @@ def _rows(leaf: Any, rows: list[int]) -> Any:
 
 
 class _OnMeta(TorchFunctionMode):
-    """A mode that moves real tensors to meta for a model on meta."""
+    """A mode that moves real tensors to meta for a model on meta, of which they hear nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(t.is_meta for t in containers.tensors_in((args, kwargs))):
-            args, kwargs = containers.map_tensors(lambda t: t if t.is_meta else t.to(META), (args, kwargs))
+        kwargs, (name, kind) = kwargs or {}, kind_of(func)
+        if not any(tensor.is_meta for tensor in containers.tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        if kind is Kind.ASK:
+            is_plain = name in ASK_DEVICE and type(args[0]) is not Value
+            return answer_of_device(name, torch.device("cpu")) if is_plain else func(*args, **kwargs)
+        args, kwargs = containers.map_leaves(on_meta, (args, kwargs))
         return func(*args, **kwargs)
 
 
