@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_o
 from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, users_line
 from adl_dist.partition.recording import INPUT, Call, Key, ModeRecord, Recording, held_tensors, state_label
 from adl_dist.partition.value import Label, Watch
-from adl_dist.partition.work import Work
+from adl_dist.partition.work import ATTENTION, Work
 from adl_dist.streams import Streams
 
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
@@ -154,6 +155,7 @@ class Recorder(TorchFunctionMode):
         self.is_lazy = any(p.is_meta for p in model.parameters())
         self.is_followed = {name: self._is_followed(name, module) for name, module in model.named_modules()}
         self.is_block = self._blocks()
+        self._work: Work | None = None
         self._order: list[Key] = []
         self._first: list[Key] | None = None
         self._memories: dict[tuple[int, int], int] = {}
@@ -381,10 +383,11 @@ class Recorder(TorchFunctionMode):
         versions = [_version(t) for t in (*leaves, *buffers)]
         key = call_signature(args, kwargs) if module is None else None
         before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
-        work = Work() if not call.flops and not call.nbytes else None
+        work = self._work = Work() if not call.flops and not call.nbytes else None
+        run = partial(self._run, call, function, args, kwargs, module)
         try:
             with work or nullcontext(), self._paused(paused=False):
-                out = self._run(call, function, args, kwargs, module)
+                out = work.attention(run, args, kwargs) if work and function is ATTENTION else run()
         finally:
             self.inside = None
         if work is not None:
@@ -481,6 +484,8 @@ class Recorder(TorchFunctionMode):
             facts = [self._fact(leaf) for leaf in tensors_in((args, kwargs))]
             self.inside.is_hidden |= any(f.label is not None and f.label not in self.given for f in facts)
             self._note_reads(self.inside, facts)
+            if func is ATTENTION and self._work is not None:
+                return self._work.attention(partial(func, *args, **kwargs), args, kwargs)
             return func(*args, **kwargs)
         return self._function(func, args, kwargs)
 

@@ -1,5 +1,7 @@
 """A counter of FLOPs and of bytes read and written by torch's operators."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from adl_dist.partition.containers import tensors_in
 
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
 FLOPS_PER_BYTE = 8.0  # in the time that a device takes for one byte; it has more for matrices, and fewer on a CPU
 
 
@@ -22,6 +25,19 @@ class Work(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = self.nbytes = 0.0
+
+    def attention(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Return the result of ``run``, a call of ATTENTION, counted by its shapes.
+
+        Its operators, and what they read and write, depend on the device.
+        """
+        flops, nbytes = self.flops, self.nbytes
+        out = run()
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        scores = math.prod(given["query"].shape[:-1]) * given["key"].shape[-2]
+        self.flops = flops + 2 * scores * (given["query"].shape[-1] + given["value"].shape[-1])
+        self.nbytes = nbytes + sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
+        return out
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
