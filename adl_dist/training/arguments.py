@@ -2,7 +2,7 @@
 
 import functools
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,15 +101,42 @@ def check_layers(model: nn.Module, *, distributed: bool) -> None:
         )
 
 
-def loss_notes(loss_fn: object) -> list[str]:
-    """Return a note if the loss has parameters, which nothing trains."""
+def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
+    """Return notes about conversions of model and loss, a line each.
+
+    The modes of ``model`` stay as they are.
+    """
+    notes, state = [], dict(model.named_parameters()) | dict(model.named_buffers())
+    others = {name: tensor.dtype for name, tensor in state.items() if tensor.is_floating_point()}
+    wide = [name for name, of in others.items() if of.itemsize > dtype.itemsize]
+    computed = str(dtype).removeprefix("torch.")
+    if wide:
+        notes.append(
+            f"{_shown(wide)} of the model become {computed}, in which the run computes, and lose digits; "
+            "dtype=float64 (Precision(dtype=torch.float64)) computes in float64"
+        )
+    if model.training:
+        modes = {module: module.training for module in model.modules()}
+        model.train()
+        woken = [name for name, module in model.named_modules() if module.training and not modes[module]]
+        for module, mode in modes.items():
+            module.training = mode
+        if woken:
+            notes.append(
+                f"{_shown(woken)} is in eval mode, but training puts all modules in train mode; one that is to stay in "
+                "eval mode needs a train() of its own (docs/own.md)"
+            )
     of_loss = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
-    trained = [name for name, p in of_loss if p.requires_grad]
-    return [
-        f"'{name}' of the loss takes a gradient, but no optimizer trains a loss: what is to be trained must be part of "
-        "the model, for example of its last layer; else set requires_grad=False"
-        for name in trained[:1]
-    ]
+    if trained := [name for name, p in of_loss if p.requires_grad]:
+        notes.append(
+            f"{_shown(trained)} of the loss takes a gradient, but no optimizer trains a loss: what is to be trained "
+            "must be part of the model, for example of its last layer; else set requires_grad=False"
+        )
+    return notes
+
+
+def _shown(names: Sequence[str]) -> str:
+    return f"'{names[0]}'" + f" and {len(names) - 1} more" * (len(names) > 1)
 
 
 def check_delays(method: Method, balance: object) -> None:

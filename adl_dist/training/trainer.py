@@ -187,7 +187,7 @@ class Trainer:
             weights.make(model)
             weights = None
         prepare(model, spec.optimizer)
-        notes = arguments.loss_notes(spec.loss_fn)
+        notes = arguments.conversion_notes(model, spec.loss_fn, spec.precision.dtype)
         notes += filter(None, [spec.gradients.note(spec.pipeline)])
         if names:
             shown = f"{', '.join([*names][:3])}{' ..' * (len(names) > 3)}"

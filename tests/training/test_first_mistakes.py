@@ -57,6 +57,35 @@ def test_a_compiled_model_is_not_cut():
         adl_dist.Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2)
 
 
+def test_numbers_that_lose_digits_are_told(capfd):
+    (note,) = notes_of(batch_norm_net().double())
+    assert note.startswith("'0.0.weight' and ")
+    assert "become float32, in which the run computes, and lose digits" in note
+    assert notes_of(batch_norm_net()) == []
+    assert "warning" not in capfd.readouterr().err
+
+
+class KeepsEval(nn.Sequential):
+    """Its second layer stays in eval mode, as its user wants."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_modes_that_training_changes_are_told():
+    model = batch_norm_net()
+    model[1].eval()
+    (note,) = notes_of(model)
+    assert note.startswith("'1' and ")
+    assert "is in eval mode, but training puts all modules in train mode" in note
+    frozen = KeepsEval(*batch_norm_net()).train()
+    assert notes_of(frozen) == []
+    assert not any(module.training for module in frozen[1].modules())
+    assert notes_of(batch_norm_net().eval()) == [], "a model that was evaluated"
+
+
 class Tempered(nn.CrossEntropyLoss):
     """Divides outputs by a temperature that its user wants to be trained."""
 
