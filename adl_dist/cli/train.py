@@ -94,8 +94,6 @@ def _run_ranks(config: RunConfig, command: list[str], *, passes_stops_on: bool) 
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     lines, run_dir = [final_table(summary)], config.run_dir
-    if "ended_by" in summary:
-        lines += ["", f"ended by {summary['ended_by']}"]
     if "stopped" in summary:
         return lines[0]
     lines += ["", f"run folder       {run_dir}"]

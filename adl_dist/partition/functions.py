@@ -31,7 +31,7 @@ ASK_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}  # of whic
 
 
 def answer_of_device(name: str, device: torch.device) -> Any:
-    """Return what a tensor on ``device`` answers to the question ``name`` of ASK_DEVICE."""
+    """Return the answer of a tensor on ``device`` to a question of ASK_DEVICE."""
     answers = {"device": device, "get_device": -1 if device.index is None else device.index}
     return answers.get(name, name == f"is_{device.type}")
 

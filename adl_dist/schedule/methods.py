@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, did_you_mean
 from adl_dist.schedule.method_table import ANYONES_DELAYS, METHODS, MethodSpec, Weights
 from adl_dist.schedule.mitigations import MITIGATIONS, Horizon, PredictFrom, mitigation_options, why_not
 from adl_dist.settings import (
@@ -250,5 +250,6 @@ def method(name: str, **options: Any) -> Method:
         if removed := [option for option in unknown if option in REMOVED_OPTIONS]:
             raise ConfigError(f"method.{removed[0]} {WAS_REMOVED}")
         takes = METHODS[name].options if name in METHODS else known
-        raise ConfigError(f"method: unknown option {', '.join(unknown)}; {name} takes {', '.join(takes)}")
+        meant = did_you_mean(unknown[0], takes)
+        raise ConfigError(f"method: unknown option {', '.join(unknown)}{meant}; {name} takes {', '.join(takes)}")
     return Method(name=name, **options)

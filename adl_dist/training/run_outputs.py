@@ -135,6 +135,8 @@ class Outputs:
                 saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
             tell(sys.stderr, worded(f"adl-dist: {where}; {saved}\n"))
             return
+        if "ended_by" in summary and not self.monitoring.quiet:
+            say(f"ended by {summary['ended_by']}")
         loads = [stage["busy_share"] for stage in summary["stages"]]
         if len(loads) > 1 and is_uneven(loads) and not is_measured and not self.monitoring.quiet:
             busy = ", ".join(f"{load:.0%}" for load in loads)

@@ -290,6 +290,13 @@ def test_the_command_line_declares_it_for_any_loss(target, reduction):
     assert spec.loss_fn(output, classes) == F.cross_entropy(output, classes)
 
 
+def test_class_weights_are_a_list_on_the_command_line():
+    config, _ = compose_run(["loss.weight=[1,2.5]"])
+    output, classes = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
+    expected = F.cross_entropy(output, classes, weight=torch.tensor([1, 2.5]))
+    assert instantiate.train_spec(config).loss_fn(output, classes) == expected
+
+
 # --- Losses that write, or train nothing --------------------------------------------------------------------------
 
 

@@ -286,6 +286,8 @@ def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, A
     target = _locate("loss", node)
     # Every other reduction is an argument of the loss, as torch's losses have it.
     given = {key: value for key, value in node.items() if key != "_partial_" and (key, value) != ("reduction", "batch")}
+    weights = [key for key in ("weight", "pos_weight") if isinstance(given.get(key), list)]
+    given |= {key: torch.tensor(given[key], dtype=torch.float32) for key in weights}
     if isinstance(target, nn.Module):
         return target, _bind("loss", given)[1], True
     signature = _signature(target)
