@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from math import inf
+from typing import Any, NamedTuple
 
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.parts import (
@@ -30,13 +31,26 @@ from adl_dist.schedule.parts import (
 from adl_dist.schedule.pipeline import Pipeline
 
 PART = 12  # the time of a forward, an I or a WG; a whole number, so that rounding decides nothing
+MOST_STATES = 500  # remembered to find a period; a segment without one is simulated to its end
+
+# From the state of all stages to the updates, the time and the numbers of actions at that moment.
+States = dict[tuple[Any, ...], tuple[int, int, list[int]]]
+
+
+class Repeat(NamedTuple):
+    """A part of a list of actions to repeat."""
+
+    start: int
+    end: int
+    times: int
+    groups: int  # in each repetition
 
 
 def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
     """Return the actions of ``stage`` for groups of ``group_sizes``."""
-    actions = simulated(pipeline, group_sizes)[stage]
+    actions = _listed(pipeline, stage, group_sizes)
     if not pipeline.ties_of(stage) and not pipeline.shares_norms:
-        return list(actions)
+        return actions
     ends = ends_of([*enumerate(group_sizes)])
     parts = [
         [*gradient_part(pipeline, stage, number, ends), *update_part(pipeline, stage, number, ends)]
@@ -47,16 +61,32 @@ def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) 
     return [*chain.from_iterable(parts), *tied_updates_left(pipeline, stage, ends)]
 
 
+def _listed(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
+    actions, repeat = simulated(pipeline, group_sizes)[stage]
+    if repeat is None:
+        return list(actions)
+    listed = actions[: repeat.end]
+    for number in range(1, repeat.times):
+        groups = number * repeat.groups
+        listed += _later(actions[repeat.start : repeat.end], groups, groups * group_sizes[0])
+    return listed + actions[repeat.end :]
+
+
 @lru_cache(maxsize=1)  # shared by the stages of a process
-def simulated(pipeline: Pipeline, group_sizes: tuple[int, ...]) -> list[list[Action]]:
-    """Return the actions of all stages, in about 20 us for each micro-batch of a stage."""
+def simulated(
+    pipeline: Pipeline, group_sizes: tuple[int, ...], most_states: int = MOST_STATES
+) -> list[tuple[list[Action], Repeat | None]]:
+    """Return the actions of all stages, each with a part to repeat or None."""
     K, link = pipeline.num_stages, room_for_links(pipeline)
     groups = _Groups(pipeline, group_sizes)
     stages = [_Stage(pipeline, k, groups) for k in range(K)]
     times = [stage.next_time() for stage in stages]
+    states: States = {}
+    repeats: list[Repeat] = []
     while (now := min(times)) < inf:
         k = K - 1 - times[::-1].index(now)  # the one nearest the loss
-        for op, _ in stages[k].advance(now):
+        done = stages[k].advance(now)
+        for op, _ in done:
             arrives = stages[k].free + link
             if op is Op.SEND_ACT:
                 stages[k + 1].acts.append(arrives)
@@ -66,7 +96,35 @@ def simulated(pipeline: Pipeline, group_sizes: tuple[int, ...]) -> list[list[Act
                 stages[k - 1].words.append(stages[k].free)
         for j in range(max(k - 1, 0), min(k + 2, K)):
             times[j] = stages[j].next_time()
-    return [stage.actions for stage in stages]
+        if k == K - 1 and not repeats and len(states) < most_states and done and done[-1].op is Op.UPDATE:
+            repeats = _skip_what_repeats(stages, int(now), states)
+            times = [stage.next_time() for stage in stages]
+    return [(stage.actions, repeats[k] if repeats else None) for k, stage in enumerate(stages)]
+
+
+def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> list[Repeat]:
+    """Skip ahead if the state repeats; return the repeated parts, or [].
+
+    From there on everything repeats until a stage comes near the end of the segment.
+    """
+    if min(stage.num_updates for stage in stages) < 2:  # the first groups differ, and the pipeline fills
+        return []
+    updates, lengths = stages[-1].num_updates, [len(stage.actions) for stage in stages]
+    state = tuple(stage.state(now, updates) for stage in stages)
+    before, then, starts = states.setdefault(state, (updates, now, lengths))
+    period = updates - before
+    num = min(stage.room(period) for stage in stages) if period else 0
+    if num <= 0:
+        return []
+    for stage in stages:
+        stage.skip(num * period, num * (now - then))
+    return [Repeat(*ends, num + 1, period) for ends in zip(starts, lengths, strict=True)]
+
+
+def _later(actions: Sequence[Action], groups: int, micro_batches: int) -> list[Action]:
+    """Return ``actions`` with later numbers of micro-batches and groups."""
+    of_groups = Op.UPDATE, Op.WEIGHTS
+    return [Action(op, number + (groups if op in of_groups else micro_batches)) for op, number in actions]
 
 
 def room_for_links(pipeline: Pipeline) -> int:
@@ -86,6 +144,9 @@ class _Groups:
         in_reverse, firsts = pipeline.spec.last_in_first_out, [0, *self.ends]
         ranges = [range(first, end) for first, end in zip(firsts, self.ends, strict=False)]
         self.order = [b for group in ranges for b in (reversed(group) if in_reverse else group)]  # of the backwards
+        self.size = sizes[0] if sizes else 1  # of all groups up to micro-batch ``alike``
+        num_alike = next((number for number, size in enumerate(sizes) if size != self.size), len(sizes))
+        self.alike = num_alike * self.size
 
 
 class _Stage:
@@ -99,7 +160,7 @@ class _Stage:
         self.words: deque[int] = deque()  # of the forward lock
         self._pipeline, self._index, self._delay = pipeline, index, pipeline.delays[index]
         self._splits = pipeline.splits_backward(index)
-        self._places, self._ends, self._order = groups.places, groups.ends, groups.order
+        self._groups, self._places, self._ends, self._order = groups, groups.places, groups.ends, groups.order
         self.num_updates = self._num_forward = self._num_backward = 0
         self._deferred: deque[int] = deque()
         self._locked: list[Action] = []  # after a forward that has not passed all stages yet
@@ -128,6 +189,32 @@ class _Stage:
             self.actions.append(Action(Op.UPDATE, self.num_updates))
             self.num_updates += 1
         return self.actions[before:]
+
+    def state(self, now: int, updates: int) -> tuple[Any, ...]:
+        """Return the state of the stage relative to ``now`` and ``updates``."""
+        first = updates * self._groups.size
+        arrivals = ((max(time - now, 0) for time in times) for times in (self.acts, self.grads, self.words))
+        return (
+            *(self._num_forward - first, self._num_backward - first, self.num_updates - updates),
+            *(max(self.free - now, 0), *map(tuple, arrivals)),
+            *(tuple(b - first for b in self._deferred), tuple((op, b - first) for op, b in self._locked)),
+        )
+
+    def room(self, num_groups: int) -> int:
+        """Return how often the last ``num_groups`` can be repeated."""
+        # The end, or a group of a different size, is met by a forward first.
+        return (self._groups.alike - 1 - self._num_forward) // (num_groups * self._groups.size)
+
+    def skip(self, num_groups: int, time: int) -> None:
+        """Continue as if ``num_groups`` more groups had been done in ``time``."""
+        num = num_groups * self._groups.size
+        self._num_forward += num
+        self._num_backward += num
+        self.num_updates += num_groups
+        self.free += time
+        self.acts, self.grads, self.words = (deque(t + time for t in ts) for ts in (self.acts, self.grads, self.words))
+        self._deferred = deque(b + num for b in self._deferred)
+        self._locked = _later(self._locked, num_groups, num)
 
     def _word(self) -> float:
         return self.words[0] if self.words else inf

@@ -46,7 +46,12 @@ def turns_of(pipeline: Pipeline, segment: Segment, process: int, *, training: bo
     """Return the stage of each action of ``process`` on ``segment``."""
     if not training:
         return list(evaluation_turns(pipeline, process, num_micro_batches=len(segment.sizes)))
-    return list(training_turns(pipeline.in_epoch(segment.epoch), process, group_sizes=segment.group_sizes))
+    return _turns(pipeline.in_epoch(segment.epoch), process, tuple(segment.group_sizes))
+
+
+@lru_cache(maxsize=32)
+def _turns(pipeline: Pipeline, process: int, group_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(training_turns(pipeline, process, group_sizes=group_sizes))
 
 
 @lru_cache(maxsize=32)
@@ -61,6 +66,7 @@ def forget_actions() -> None:
     They take 0.7 MB for every stage and 1,000 micro-batches.
     """
     _actions.cache_clear()
+    _turns.cache_clear()
 
 
 @lru_cache(maxsize=32)

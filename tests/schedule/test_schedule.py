@@ -1,6 +1,7 @@
 """The schedule alone: no tensor, no process."""
 
 import itertools
+import random
 import statistics
 from itertools import accumulate, pairwise
 
@@ -19,6 +20,7 @@ from adl_dist.schedule.build_actions import (
 )
 from adl_dist.schedule.replay import at_random, in_turns, max_outstanding
 from adl_dist.schedule.run_plan import Plan
+from adl_dist.schedule.split import simulated, split_actions
 from adl_dist.training.edges import receives_ahead
 from tests.schedule.rendezvous import check_rendezvous
 
@@ -265,6 +267,39 @@ def test_they_evaluate_without_a_deadlock(P, v, fewer):
     lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=41)) for k in range(K)]
     turns = [list(evaluation_turns(pipeline, p, num_micro_batches=41)) for p in range(P)]
     check_rendezvous(lists, turns=turns, max_pending=on_every_edge(K, pipeline.max_pending))
+
+
+def drawn_split(name, seed):
+    """A split pipeline of the method, and group sizes of which all are alike but perhaps the last ones."""
+    draw = random.Random(f"{name} {seed}")
+    K, M, options = draw.randint(1, 5), draw.randint(1, 5), {"max_deferred": draw.randint(1, 4)}
+    if "delay" in METHODS[name].options and name not in ("2bw", "dsp"):
+        options["delay"] = sorted((draw.randint(0, 9) for _ in range(K)), reverse=True)
+    if "recompute" in METHODS[name].options:
+        options["recompute"] = draw.choice(["never", "except_last", "always"])
+    M = max(M, K - 1) if name == "2bw" else M
+    pipeline = Pipeline(method(name, accumulation_steps=M, split_backward=True, **options), K)
+    return pipeline, (*[M] * draw.randint(0, 60), *(draw.randint(1, M) for _ in range(draw.randint(0, 2))))
+
+
+@pytest.mark.parametrize("name", MAY_SPLIT)
+def test_what_repeats_is_what_the_whole_simulation_does(name):
+    num_repeated = 0
+    for seed in range(12):
+        pipeline, sizes = drawn_split(name, seed)
+        num_repeated += simulated(pipeline, sizes)[0][1] is not None
+        whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
+        assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
+    assert num_repeated > 4
+
+
+@pytest.mark.parametrize(("delay", "M"), [("third", 1), ("decoupled", 4)])
+def test_a_long_split_segment_is_not_simulated_to_its_end(M, delay):
+    """K = 16: each stage simulates as much of 12,000 micro-batches as of 400."""
+    pipeline = Pipeline(method("adl", accumulation_steps=M, delay=delay, split_backward=True), 16)
+    short, long = ([len(actions) for actions, _ in simulated(pipeline, (M,) * (N // M))] for N in (400, 12_000))
+    assert long == short
+    assert len(split_actions(pipeline, 0, (M,) * (12_000 // M))) == 12_000 // M + 7 * 12_000
 
 
 # --- Deadlock ----------------------------------------------------------------------------------------------
