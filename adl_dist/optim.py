@@ -134,6 +134,16 @@ def build_lr_schedule(
     return schedule
 
 
+def _check_factors(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raise ConfigError if rates that differed ``before`` are one rate now."""
+    pairs = {(float(old["lr"]), float(group["lr"])) for old, group in zip(before, groups, strict=True) if group["lr"]}
+    if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
+        raise ConfigError(
+            f"lr_schedule: {name} sets the rates of all groups, and lr_factor of optimizer.rules would be lost; give "
+            f"it a list of {len(groups)} rates, one for each group, or a schedule that multiplies the optimizer's"
+        )
+
+
 def _length_for(
     target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
 ) -> dict[str, int]:
@@ -158,27 +168,25 @@ def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_up
     at the end.
 
     Raises:
-        ConfigError: If the schedule is shorter than the run, raises otherwise, or ignores the factors of rules.
+        ConfigError: If the schedule is shorter than the run, or raises otherwise.
     """
-    groups, done, scheduled = optimizer.param_groups, 0, {"lr", "initial_lr"}
-    kept = [{key: value.clone() if isinstance(value, Tensor) else value for key, value in g.items()} for g in groups]
-    before, schedule = _options_of(groups), make()
+    groups, done = optimizer.param_groups, 0
+    first = [dict(group) for group in groups]
+    contents = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
+    scheduled = {"lr", "initial_lr"}
+
+    def look() -> None:
+        for group, before in zip(groups, first, strict=True):
+            scheduled.update(key for key, value in group.items() if key not in scheduled and _moved(value, before, key))
+
+    schedule = make()
     try:
+        look()
         with _without_order_warning():
-            while True:
-                now = _options_of(groups)
-                pairs = zip(now, before, strict=True)
-                scheduled |= {key for new, old in pairs for key in new if key not in old or new[key] != old[key]}
-                rates = {(old["lr"], new["lr"]) for old, new in zip(before, now, strict=True) if new["lr"]}
-                if any("lr_factor" in group for group in now) and len({rate for _, rate in rates}) < len(rates):
-                    raise ConfigError(
-                        f"lr_schedule: {type(schedule).__name__} sets the rates of all groups, and lr_factor of "
-                        f"optimizer.rules would be lost; give it a list of {len(groups)} rates, one for each group, or "
-                        "a schedule that multiplies the optimizer's"
-                    )
-                if done == min(total_updates, MOST_TRIED):
-                    break
+            while done < min(total_updates, MOST_TRIED):
+                _check_factors(groups, first, type(schedule).__name__)
                 schedule.step()
+                look()
                 done += 1
         if isinstance(length := getattr(schedule, "total_steps", None), int) and length < total_updates:
             done = length
@@ -191,18 +199,16 @@ def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_up
             f"{in_one_line(error)}; make it as long as the run"
         ) from error
     finally:
-        for group, old in zip(groups, kept, strict=True):
+        for group, before in zip(groups, first, strict=True):
             group.clear()
-            group.update(old)
+            group.update(before)
+        for tensor, content in contents:
+            tensor.copy_(content)
     return scheduled
 
 
-def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options of each group as plain values."""
-    return [
-        {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-        for group in groups
-    ]
+def _moved(value: Any, before: Mapping[str, Any], key: str) -> bool:
+    return key not in before or (value is not before[key] and (isinstance(value, Tensor) or value != before[key]))
 
 
 @contextmanager

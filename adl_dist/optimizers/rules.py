@@ -5,6 +5,7 @@ groups of the whole model, in the same order and some of them empty, so that a l
 each group fits every stage.
 """
 
+import difflib
 import fnmatch
 import json
 import math
@@ -15,12 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adl_dist.errors import ConfigError, did_you_mean
+from adl_dist.errors import ConfigError
 from adl_dist.optimizers.by_role import ByRole, check_values
 from adl_dist.optimizers.roles import Role, mark_roles, role_of
 
 CRITERIA, EFFECTS = ("names", "layers", "ndim"), ("lr_factor", "frozen")
 OURS = ("params", "lr", "initial_lr", "rule")  # keys of a group that no rule may set
+MOST_SHOWN = 3  # suggestions for an unknown name
 
 Group = dict[str, Any]
 
@@ -64,12 +66,14 @@ class Rule:
                 f"{where} sets nothing; give an option of the optimizer, like weight_decay, or {' or '.join(EFFECTS)}"
             )
         factor, frozen = effect.get("lr_factor", 1.0), effect.get("frozen", False)
-        if type(factor) not in (int, float) or not 0 < factor < math.inf:
+        if not _is_number(factor) or not 0 < factor < math.inf:
             raise ConfigError(
                 f"{where}.lr_factor must be a number above 0, got {factor!r}; frozen: true trains nothing"
             )
         if not isinstance(frozen, bool):
             raise ConfigError(f"{where}.frozen must be true or false, got {frozen!r}")
+        if odd := [key for key, value in effect.items() if isinstance(value, float) and not math.isfinite(value)]:
+            raise ConfigError(f"{where}.{odd[0]} must be a finite number, got {effect[odd[0]]}")
         if own := [key for key in effect if key in OURS]:
             raise ConfigError(f"{where}: {own[0]} is not for rules to set; give lr_factor, which multiplies the rate")
         return cls(where, names, layers, ndim, effect)
@@ -86,13 +90,20 @@ class Rule:
         """Raise ConfigError if a pattern or the rule matches no parameter."""
         names = [name for role in roles for name in role.names]
         layers = sorted({layer for role in roles for layer in role.layers})
-        for kind, patterns, known in (("parameter", self.names, names), ("layer", self.layers, layers)):
+        for key, patterns, known in (("names", self.names, names), ("layers", self.layers, layers)):
+            what = "parameter" if key == "names" else "layer"
             for pattern in patterns:
                 if not fnmatch.filter(known, pattern):
-                    hint = did_you_mean(pattern.strip("*?"), known)
-                    raise ConfigError(f"{self.where}: no {kind} of the model is called '{pattern}'{hint}")
+                    raise ConfigError(
+                        f"{self.where}.{key}: no {what} of the model is called '{pattern}'; near it are "
+                        f"{', '.join(_near(pattern, known)) or 'none'}; expected a name, with * and ?"
+                    )
         if not any(self.matches(role) for role in roles):
-            raise ConfigError(f"{self.where}: no parameter meets all of its criteria; give some that go together")
+            ndims = sorted({role.ndim for role in roles if role.ndim is not None})
+            raise ConfigError(
+                f"{self.where} is about no parameter: none meets all of its criteria; parameters of this model have "
+                f"{', '.join(map(str, ndims))} dimensions: give criteria that go together"
+            )
 
 
 class RuledOptimizer:
@@ -112,10 +123,11 @@ class RuledOptimizer:
 
     def prepare(self, model: nn.Module) -> None:
         """Freeze the uncut model's parameters; ConfigError if a rule matches none."""
-        roles = {parameter: role_of(parameter, "optimizer.rules") for parameter in model.parameters()}
+        parameters = [*model.parameters()]
+        roles = [role_of(parameter, "optimizer.rules") for parameter in parameters]
         for rule in self.rules:
-            rule.check([*roles.values()])
-        for parameter, role in roles.items():
+            rule.check(roles)
+        for parameter, role in zip(parameters, roles, strict=True):
             if self._effect(role).get("frozen"):
                 parameter.requires_grad_(False)
 
@@ -153,25 +165,38 @@ class RuledOptimizer:
                     "the optimizer of the Trainer, not a function that calls it"
                 )
             members.setdefault(_key(options := self._options(role)), []).append(parameter)
-            for key in options.keys() - group.keys() - {"lr_factor"}:
-                known = [one for one in group if one not in OURS]
-                raise ConfigError(
-                    f"{self._where(key)}: {type(optimizer).__name__} has no option '{key}' for {role.names[0]}"
-                    f"{did_you_mean(key, [*known, *CRITERIA, *EFFECTS])}; its options there are {', '.join(known)}"
-                )
+            for key in options:
+                if key not in group and key != "lr_factor":
+                    raise self._unknown(key, role, optimizer, group)
         parts = []
         for key, effect in effects.items():
-            if effect.keys() <= {*group, "lr_factor"}:
-                parts.append(part := _part(group, effect, members.get(key, [])))
-                if effect and part["params"] and isinstance(optimizer, ByRole):
-                    optimizer.check_group(part, self._where(*effect))
-                elif effect and part["params"] and type(optimizer).__module__.startswith("torch.optim"):
-                    check_values(type(optimizer), part, self._where(*effect))
+            if all(name in group or name == "lr_factor" for name in effect):
+                parts.append(_part(group, effect, members.get(key, [])))
+                if effect and members.get(key):
+                    self._check(optimizer, group, parts[-1], effect)
         return parts
 
-    def _where(self, *keys: str) -> str:
-        """Return the name of the last rule that sets one of ``keys``."""
-        return next(rule.where for rule in reversed(self.rules) if rule.effect.keys() & {*keys})
+    def _check(self, optimizer: Optimizer, group: Group, part: Group, effect: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the optimizer refuses a value in ``effect``."""
+        for key, value in effect.items():
+            where = next(rule.where for rule in reversed(self.rules) if rule.effect.get(key) == value)
+            if key != "lr_factor" and not _is_like(part[key], group[key]):
+                expected = type(group[key]).__name__
+                raise ConfigError(f"{where}.{key}={value!r}: expected a {expected}, like {group[key]!r}")
+            if isinstance(optimizer, ByRole):
+                optimizer.check_group(part, where)
+            elif type(optimizer).__module__.startswith("torch.optim"):
+                check_values(type(optimizer), part, where)
+
+    def _unknown(self, key: str, role: Role, optimizer: Optimizer, group: Group) -> ConfigError:
+        where = next(rule.where for rule in self.rules if key in rule.effect and rule.matches(role))
+        known = [one for one in group if one not in OURS]
+        near = difflib.get_close_matches(key, [*known, *CRITERIA, *EFFECTS], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return ConfigError(
+            f"{where}: {type(optimizer).__name__} has no option '{key}' for {role.names[0]}{hint} Its options there "
+            f"are {', '.join(known)}"
+        )
 
 
 def with_rules(
@@ -201,7 +226,8 @@ def _part(group: Group, effect: Mapping[str, Any], members: list[nn.Parameter]) 
     """Copy ``group`` with ``members`` and the settings of ``effect``."""
     part = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     for key, value in effect.items():
-        part[key] = tuple(value) if isinstance(group.get(key), tuple) and isinstance(value, list) else value
+        is_tuple = isinstance(group.get(key), tuple) and isinstance(value, list)
+        part[key] = tuple(value) if is_tuple else value
     part["lr"] = part["lr"] * effect.get("lr_factor", 1.0)
     return {**part, "params": members}
 
@@ -212,3 +238,23 @@ def _key(effect: Mapping[str, Any]) -> str:
 
 def _listed(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_like(value: Any, usual: Any) -> bool:
+    """Return whether the type of ``value`` allows it in place of ``usual``."""
+    if isinstance(usual, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(usual) and all(map(_is_like, value, usual))
+    if _is_number(usual):
+        return _is_number(value) and math.isfinite(value)
+    return usual is None or isinstance(value, type(usual))
+
+
+def _near(pattern: str, known: Sequence[str]) -> list[str]:
+    """Return the names most like ``pattern``."""
+    plain = max(pattern.replace("?", "*").split("*"), key=len)
+    holding = [name for name in known if plain and plain.lower() in name.lower()]
+    return (holding or difflib.get_close_matches(plain, known, n=MOST_SHOWN, cutoff=0.3) or [*known])[:MOST_SHOWN]
