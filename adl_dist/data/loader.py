@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from multiprocessing.context import BaseContext
@@ -28,10 +28,10 @@ from adl_dist.data.small_images import SmallImages
 from adl_dist.data.stream import Stream, is_iterable, own_code, seeded
 from adl_dist.data.tokens import Windows
 from adl_dist.errors import DataError, in_one_line
-from adl_dist.seeds import stream_seed
+from adl_dist.seeds import stream_seed, stream_seeds
 from adl_dist.streams import seed_streams, streams_kept
 
-Task = tuple[int, NDArray[np.int64]]  # a micro-batch: epoch, and indices of its samples
+Task = tuple[int, NDArray[np.int64], NDArray[np.uint64]]  # a micro-batch: epoch, indices of its samples, their seeds
 
 # Signals to a whole process group or job are for the process that trains. It needs data until its pipeline is empty.
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -41,7 +41,7 @@ NEEDS = (
 )
 T = TypeVar("T")
 # From indices [B] and seeds [B] to inputs [B, ...] and targets [B, ...].
-Take = Callable[[NDArray[np.int64], Iterable[int]], tuple[Tensor, Tensor]]
+Take = Callable[[NDArray[np.int64], NDArray[np.uint64]], tuple[Tensor, Tensor]]
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
@@ -49,7 +49,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> ND
 
     It is a permutation of its own, or 0 to n-1.
     """
-    # An array: a million samples as Python numbers take a tenth of a gigabyte.
+    # An array, here and for the seeds: a million samples as Python numbers take a tenth of a gigabyte.
     if not shuffle:
         return np.arange(num_samples)
     generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
@@ -187,8 +187,9 @@ class Loader:
             order = np.arange(first_sample, last)
         else:
             order = self.order(epoch)[first_sample:last]
+        seeds = stream_seeds(self._seed, "sample", epoch, last=order)
         places = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
-        return [(epoch, order[place]) for place in places]
+        return [(epoch, order[place], seeds[place]) for place in places]
 
     def _started(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> Iterator[Any]:
         """Let workers, if any, begin ``tasks``; return torch's iterator over micro-batches."""
@@ -262,15 +263,14 @@ class _MicroBatches(Dataset["Pair | DataError"]):
                 return _failed(error)
         return pair
 
-    def _load(self, epoch: int, indices: NDArray[np.int64]) -> Pair:
-        seeds = (stream_seed(self._seed, "sample", epoch, index) for index in indices.tolist())
+    def _load(self, epoch: int, indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> Pair:
         if self._take is not None:
             with own_code(f"sample {indices[0]}: {type(self._dataset).__name__}"):
                 return self._take(indices, seeds)
         with streams_kept():
-            return self._one_by_one(epoch, indices.tolist(), seeds)
+            return self._one_by_one(epoch, indices.tolist(), seeds.tolist())
 
-    def _one_by_one(self, epoch: int, indices: list[int], seeds: Iterable[int]) -> Pair:
+    def _one_by_one(self, epoch: int, indices: list[int], seeds: list[int]) -> Pair:
         samples: list[Any] = []
         for index, seed in zip(indices, seeds, strict=True):
             seed_streams(seed)
@@ -298,7 +298,7 @@ def rows_of(dataset: Dataset[Any]) -> Take | None:
         return None
     inputs, targets = dataset.tensors
 
-    def take(indices: NDArray[np.int64], seeds: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def take(indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
         rows = torch.from_numpy(indices.astype(np.int64))
         return inputs.index_select(0, rows), targets.index_select(0, rows)
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -48,10 +50,10 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         image = self._made(self.images[index][None], [self._drawn(torch.default_generator)])
         return image[0], int(self.targets[index])
 
-    def batch(self, indices: Tensor, seeds: Iterable[int]) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor, seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
         """Return inputs [B, C, H, W] and targets [B], drawn by ``seeds`` [B]."""
         generator = torch.Generator()
-        draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds)
+        draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds.tolist())
         return self._made(self.images.index_select(0, indices), draws), self.targets.index_select(0, indices)
 
     def _drawn(self, generator: torch.Generator) -> Draw:
