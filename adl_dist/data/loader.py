@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_structure
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
-from adl_dist.batch import map_batch
+from adl_dist.batch import Structure, describe_structure, map_batch
 from adl_dist.data.collate import Pair, as_pair, collated, stacked
 from adl_dist.data.loading import PLAIN, Loading, check_dataset
 from adl_dist.data.small_images import SmallImages
@@ -97,6 +98,7 @@ class Loader:
             )
         self.num_samples = check_dataset(dataset, name="the", min_samples=1, loading=loading)
         self.num_workers = num_workers  # processes that load; 0: the caller's own
+        self._structures: list[Structure] | None = None  # of the first input and target
         self._kept: DataLoader[Any] | None = None  # with persistent workers, once they have started
         self._tasks = list[Task]()  # of the present epoch; persistent workers read it
         # The cores of the process, because the thread that asks for batches may be bound to fewer.
@@ -128,11 +130,7 @@ class Loader:
         is_usable = False
         try:
             for loaded in iterator:
-                if isinstance(loaded, DataError):
-                    raise loaded
-                # torch makes lists of tuples where it pins memory.
-                input_, target = (tuple(part) if isinstance(part, list) else part for part in loaded)
-                yield input_, target
+                yield self._checked(loaded)
             is_usable = True
         except (RuntimeError, OSError) as error:
             if num_workers:
@@ -227,6 +225,23 @@ class Loader:
             generator=torch.Generator().manual_seed(0),
             persistent_workers=keeps,
         )
+
+    def _checked(self, micro_batch: "Pair | DataError") -> Pair:
+        """Return a micro-batch with the containers of the first; raise its error."""
+        if isinstance(micro_batch, DataError):
+            raise micro_batch
+        # torch makes lists of tuples where it pins memory.
+        input_, target = (tuple(part) if isinstance(part, list) else part for part in micro_batch)
+        structures = [tree_structure(input_), tree_structure(target)]
+        if self._structures is None:
+            self._structures = structures
+        if structures != self._structures:
+            expected, found = (" and ".join(map(describe_structure, of)) for of in (self._structures, structures))
+            raise DataError(
+                f"input and target of a micro-batch are {found}, but those before were {expected}; let all samples "
+                "have the same tuples, or dictionaries with the same keys"
+            )
+        return input_, target
 
 
 class _MicroBatches(Dataset["Pair | DataError"]):

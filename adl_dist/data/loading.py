@@ -42,6 +42,12 @@ class Loading:
         return Loading(collate_fn=collate_fn, persistent_workers=self.persistent_workers)
 
     def __post_init__(self) -> None:
+        if self.sampler is not None and not (hasattr(self.sampler, "__iter__") and hasattr(self.sampler, "__len__")):
+            raise ConfigError(
+                f"sampler: expected a torch Sampler, with __iter__ and __len__, got {type(self.sampler).__name__}"
+            )
+        if type(self.persistent_workers) is not bool:
+            raise ConfigError(f"persistent_workers must be true or false, got {self.persistent_workers!r}")
         if (parts := getattr(self.sampler, "num_replicas", 1)) != 1:  # of data parallelism, like DistributedSampler
             raise ConfigError(
                 f"sampler: {type(self.sampler).__name__} visits one of {parts} parts of the data, but stages share the "

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Any
@@ -37,6 +37,7 @@ from adl_dist.losses import ModelLoss, TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
 from adl_dist.stage.calls import flatten_output, takes_gradient
 from adl_dist.stage.spec import LossFn, TrainSpec
+from adl_dist.streams import streams_kept
 
 IGNORED = -100  # what torch's losses ignore unless told otherwise
 KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}  # of F.cross_entropy and F.nll_loss
@@ -327,8 +328,6 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     versions = [tensor._version for tensor in outs]
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            # Torch's losses of numbers would pair every output [B, 1] with every target [B].
-            warnings.filterwarnings("error", message="Using a target size")
             loss: Any = loss_fn(out, target)
     except torch.OutOfMemoryError:
         raise
@@ -337,8 +336,6 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
         if hasattr(out, "logits"):
             way_out = "let the loss take output.logits, or use the model's own, loss_fn='model' (docs/recipes.md)"
-        elif isinstance(error, UserWarning):
-            way_out = "choose another loss._target_ (loss_fn), or give both one shape, as by output.squeeze(1)"
         elif class_loss(loss_fn) and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(
@@ -347,6 +344,13 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     if [tensor._version for tensor in outs] != versions:  # then hits would be counted in what it has written
         raise ConfigError(f"stage {stage}: the loss writes to the model's output; let it compute with a copy")
     if isinstance(loss, Tensor) and not loss.ndim:
+        if _pairs_all(loss_fn, out, target):
+            named = [str(["B", *tensor.shape[1:]]).replace("'", "") for tensor in (out, *tensors_of(target))]
+            raise ConfigError(
+                f"stage {stage}: the model returns {named[0]}, but the targets are {named[1]}, and the loss pairs "
+                "every output with every target (broadcasting); give both one shape: let the model return "
+                "output.squeeze(1), or the dataset targets of the model's shape"
+            )
         return loss
     parts = loss if isinstance(loss, tuple | list) else ()
     if len(parts) == 2 and all(getattr(part, "ndim", 0) == 0 and hasattr(part, "__float__") for part in parts):
@@ -356,6 +360,22 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         f"stage {stage}: the loss returned {found} for {got}; expected a tensor of one number, the mean "
         "over the samples, not .item() of it, or (sum, count)"
     )
+
+
+def _pairs_all(loss_fn: LossFn, out: Any, target: Any) -> bool:
+    """Return whether a loss broadcasts numbers [B, 1] and [B].
+
+    Such a loss changes with the shape of the output.
+    """
+    are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
+    if not are_numbers or len(target) < 2 or out.shape == target.shape or out.numel() != target.numel():
+        return False
+    losses = []
+    with torch.no_grad(), streams_kept(), warnings.catch_warnings(action="ignore"), suppress(Exception):
+        for shape in (out.shape, target.shape):
+            torch.default_generator.manual_seed(0)  # a loss may draw, and write to both
+            losses.append(loss_fn(out.clone().view(shape), target.clone()))
+    return len(losses) == 2 and not torch.allclose(losses[0], losses[1])  # it may take one shape only
 
 
 def check_is_mean(

@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,10 +22,14 @@ from adl_dist.stage import GradientPolicy, LossFn, Precision
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
+_FITTING = threading.Lock()  # held by the trainer that trains
 
 
 def one_at_a_time(method: F) -> F:
-    """Refuse a call of ``method`` while a method of its trainer runs."""
+    """Refuse a call of ``method`` while a method of its trainer runs.
+
+    Random streams are common to all threads, so ``fit`` in another thread is refused as well.
+    """
 
     @functools.wraps(method)
     @torch.inference_mode(mode=False)  # which would keep the gradients of the user's own weights
@@ -35,11 +40,18 @@ def one_at_a_time(method: F) -> F:
                 "stages are in mid-training; call it afterwards. A callback finds figures in now.metrics, and weights "
                 "in the checkpoint in now.checkpoint (on_checkpoint)"
             )
+        if method.__name__ == "fit" and not _FITTING.acquire(blocking=False):
+            raise ConfigError(
+                "Trainer.fit is called while another trainer of this process trains, and both would draw from the same "
+                "random streams; train one after the other, or in a process each"
+            )
         trainer.running = method.__name__
         try:
             return method(trainer, *args, **kwargs)
         finally:
             trainer.running = None
+            if method.__name__ == "fit":
+                _FITTING.release()
             if (world := world_of_process()) is not None:
                 world.use_group(works=False)
 
