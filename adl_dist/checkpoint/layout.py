@@ -84,7 +84,7 @@ def begin(path: PurePath, token: str) -> bool:
             read_manifest(path)
             return False
         except CheckpointError as error:
-            if isinstance(error.__cause__, OSError):
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
                 raise error.__cause__ from None
     remove(path)
     storage.create(path / TOKEN, [token.encode()])

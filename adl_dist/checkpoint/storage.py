@@ -147,7 +147,8 @@ def create(file: PurePath, content: Iterable[Data]) -> None:
         except BaseException:
             with contextlib.suppress(Exception):
                 if is_local:
-                    delete(file)
+                    if os.fstat(out.fileno()).st_ino == os.stat(file).st_ino:  # a newer run may have replaced it
+                        delete(file)
                     if is_new:
                         Path(file.parent).rmdir()  # which fails if it is not empty
                     out.close()

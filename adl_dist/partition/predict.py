@@ -373,4 +373,6 @@ def advise(
     faster = f"{speed / other.best:.2f} times as fast as {alone} would be"
     why = faster if other.fits else "the model does not fit on one device"
     stale = f"gradients of stage 0 are {choice.staleness_mean[0]:.3g} updates old on average"
+    if choice.codecs != PLAIN:
+        why = f"with runtime.codec={choice.codecs.activations}, which rounds what it sends, {why}"
     return choice, f"{why}; {stale if any(choice.staleness_mean) else 'no gradient is stale'}"

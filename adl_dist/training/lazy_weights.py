@@ -24,7 +24,8 @@ from adl_dist.streams import streams_kept
 # what is in no file; the folder that its weights are in; from names of tensors there to names of its own.
 DRAW, RESET_LAYER, WEIGHTS_IN, NAMES_HERE = "draw_parameter", "reset_layer", "weights_in", "names_here"
 RESETS = "reset_parameters", "_reset_parameters"  # of a layer; the second is what torch's own attention has
-UNSET = 0x7F  # each byte of a tensor that is to be filled; an element of such bytes is no number that is drawn
+# Each byte of a tensor that is to be filled, which is no number that is drawn: NaN, or a large whole number.
+UNSET, UNSET_WHOLE = 0xFF, 0x7F
 
 
 class LazyWeights:
@@ -258,14 +259,18 @@ def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
 def _unset(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of this shape with values that :func:`_check_set` recognises."""
     made = torch.empty(tensor.shape, dtype=dtype)
-    _bytes(made).fill_(UNSET)
+    _bytes(made).fill_(_unset_byte(made))
     return made
 
 
 def _check_set(name: str, tensor: Tensor, by: str) -> None:
     """Raise ConfigError if an element of ``tensor`` is as :func:`_unset` left it."""
-    if tensor.is_meta or bool((_bytes(tensor) == UNSET).all(dim=1).any()):
+    if tensor.is_meta or bool((_bytes(tensor) == _unset_byte(tensor)).all(dim=1).any()):
         raise ConfigError(f"'{name}' was on torch.device('meta'), and {by} does not fill it, or not all of it")
+
+
+def _unset_byte(tensor: Tensor) -> int:
+    return UNSET if tensor.is_floating_point() or tensor.is_complex() else UNSET_WHOLE
 
 
 def _bytes(tensor: Tensor) -> Tensor:

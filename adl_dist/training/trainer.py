@@ -413,7 +413,7 @@ class Trainer:
         for module in self._partitioned.modules.values():
             state.load_weights(chosen, module, ema=ema)
         loss_fn, of_loss = self._spec.loss_fn, state.loss_state(chosen)
-        if isinstance(loss_fn, nn.Module) and loss_fn.state_dict().keys() == of_loss.keys():
+        if isinstance(loss_fn, nn.Module) and _shapes_of(loss_fn.state_dict()) == _shapes_of(of_loss):
             loss_fn.load_state_dict(of_loss)
         self._partitioned.initial = {}
 
@@ -584,3 +584,8 @@ def _is_distributed(processes: ProcessOptions, pipeline: Pipeline) -> bool:
         )
     check_world_size(pipeline, processes=distributed)
     return distributed
+
+
+def _shapes_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape of each tensor in a ``state_dict()``, and None for other values."""
+    return {name: getattr(value, "shape", None) for name, value in state.items()}

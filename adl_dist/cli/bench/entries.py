@@ -112,7 +112,12 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     samples = config.train.batch_size // M * M
     uneven = f"the {samples} samples of an update cannot be shared evenly by {K} replicas"
     too_few = f"torch's schedule needs at least as many micro-batches (M = {M}) as stages (K = {K})"
+    is_gpu, is_plain = config.runtime.device == "cuda", name.endswith(PLAIN)
+    needs_gpus, num_gpus = is_gpu and kind not in ("loop", *REPLICAS), torch.cuda.device_count()
     for is_wrong, why in (
+        (is_gpu and name in ON_ALL_CORES, "the cores of the host do not make a GPU faster"),
+        (needs_gpus and num_gpus < K, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
+        (is_plain and config.runtime.channels_last is False, f"it would be {name.removesuffix(PLAIN)} again"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
         (kind in REPLICAS and samples % K, uneven),
         (kind in ("1f1b", "zb") and M < K, too_few),
@@ -162,6 +167,8 @@ def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, sett
 def check_fair(config: RunConfig, *, command: str) -> None:
     """Raise ConfigError if a setting would apply to our runs only."""
     given, usual = flatten(config.plain), flatten(defaults())
+    if given.get("runtime.gradient_codec") == "none":
+        given["runtime.gradient_codec"] = usual["runtime.gradient_codec"]
     if found := [key for key in ONLY_OURS if given.get(key) != usual.get(key)]:
         raise ConfigError(
             f"{' and '.join(found)} would apply to our methods alone; omit them, or where an experiment sets "

@@ -136,7 +136,10 @@ def _of_lengths(loader: DeviceLoader, fewest: int) -> Samples:
     by_size = sorted(of_shape.values(), key=lambda batch: sum(t[0].numel() for t in tensors_of(batch.input_)))
     some = by_size[1:-1]
     lengths = [by_size[0], by_size[-1], *some[:: max(1, -(-len(some) // NUM_BETWEEN))]]
-    pair = lengths[0].rows(0, SIZES[0]), lengths[1].rows(0, SIZES[1])
+    second = max(found[: sizes.count(large)], key=lambda batch: sum(t[0].numel() for t in tensors_of(batch.input_)))
+    if [t.shape[1:] for t in tensors_of(second.input_)] == [t.shape[1:] for t in tensors_of(lengths[0].input_)]:
+        second = lengths[1]
+    pair = lengths[0].rows(0, SIZES[0]), second.rows(0, SIZES[1])
     return Samples(pair, lengths=tuple(batch.rows(0, SIZES[0]) for batch in lengths))
 
 

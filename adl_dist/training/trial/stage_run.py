@@ -125,6 +125,13 @@ class _Passage:
     loss: Tensor | None = None
 
 
+NOT_JOINED = (
+    "the model returns tensors whose first dimension is not the batch, so it cannot be seen whether the loss is a mean "
+    "over the samples; give the loss num_terms(target), the number of terms that it averages over, or declare "
+    "loss.reduction=batch (docs/own.md)"
+)
+
+
 class StageRun:
     """Copies of the stages or the model, and of the loss.
 
@@ -386,6 +393,9 @@ class StageRun:
         (one, first), (two, second), loss_fn = *self._outputs, self._loss_fn
         if isinstance(loss_fn, ModelLoss):  # which needs a forward of both together
             (one, first), (two, second), loss_fn = *samples.pair, self._loss_in_evaluation
+        sizes = [(out, num_samples(target)) for out, target in ((one, first), (two, second))]
+        if any(leaf.ndim and len(leaf) != size for out, size in sizes for leaf in flatten_output(out)):
+            return None if loss_terms(self._loss_fn, samples.one[1]) is not None else NOT_JOINED
         pairs = [([one, two], [first, second])]
         if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
             halves = [([0, n], [m for m in (1, 2, 3) if m != n]) for n in (1, 2, 3)]  # any, as lengths may alternate

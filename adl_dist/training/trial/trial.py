@@ -197,11 +197,12 @@ class Trial:
         difference, cause = compare(run, delayed=is_delayed), SHARED
         if difference is not None and is_delayed:
             # A backward that writes, like that of BatchNorm computed again, writes later if it is delayed.
-            in_place = compare(self._cut(chain, plan, sizes), delayed=False)
+            other = self._cut(chain, plan, sizes)
+            in_place = compare(other, delayed=False)
             if in_place is None and difference.when in (FIRST, SECOND):
                 cause = REPEATS if weights == "latest" else OVERTAKES
             else:
-                difference = in_place
+                run, difference = other, in_place
         if difference is None:
             return run
         where = ""
@@ -217,9 +218,7 @@ class Trial:
         )
 
     def _single_fault(self) -> str | None:
-        """Return why the model cannot be trained on one sample, or None; unknown if the run has no such micro-batch."""
-        if self.samples.trains and 1 not in self.samples.sizes[0]:
-            return None
+        """Return why the model cannot be trained on one sample, or None."""
         try:
             with warnings.catch_warnings(action="ignore"):  # of a size that may never come
                 self._uncut().forward(self.samples.repeated(1), "one sample")
