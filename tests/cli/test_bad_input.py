@@ -64,7 +64,7 @@ MISFITS = [
     ([f"loss._target_={USER}.loss_of_nothing"], ["stage 1: the loss returned None", "expected a tensor of one number"]),
     (
         [f"data._target_={USER}.measured", f"model._target_={USER}.column", "loss._target_=torch.nn.MSELoss"],
-        ["stage 1: the loss gets float32[B, 1]", "broadcasting", "output.squeeze(1)"],
+        ["stage 1: the model returns [B, 1], but the targets are [B]", "broadcasting", "output.squeeze(1)"],
     ),
     ([IMAGES, "data.num_samples=0"], ["training dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),

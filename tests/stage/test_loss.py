@@ -17,6 +17,7 @@ from adl_dist.stage.loss import (
     is_known_mean,
     is_sum,
     loss_terms,
+    try_loss,
 )
 
 C = 5
@@ -198,6 +199,17 @@ def miscounted(out, target):
 
 
 miscounted.num_terms = lambda target: target.numel() + len(target) ** 2
+
+
+def test_a_loss_that_pairs_all_with_all_is_refused():
+    """Also one with a single micro-batch, of which nothing is compared."""
+    out, target = torch.randn(4, 1), torch.randn(4)
+    for loss_fn in (nn.PoissonNLLLoss(), lambda out, target: (out - target).square().mean()):
+        with pytest.raises(ConfigError, match=r"returns \[B, 1\], but the targets are \[B\], and the loss pairs every"):
+            try_loss(1, "it", out, target, loss_fn)
+    assert try_loss(1, "it", out, target, lambda out, target: (out.view(-1) - target).square().mean()) > 0
+
+
 NO_MEAN = r"no mean over the samples: of 3 it is \S+, of 4 others .* num_terms\(target\), .*loss_reduction='batch'"
 # Each with a loss, outputs, targets, and the refusal.
 CHECKED = {

@@ -132,6 +132,22 @@ def test_inference_mode_around_a_training_changes_nothing():
     assert_same(got, expected)
 
 
+def test_a_second_training_at_the_same_time_is_refused():
+    """It would draw from the same random streams. Here it begins in a callback of the first."""
+    refused = []
+
+    class Nested(adl_dist.Callback):
+        def on_start(self, now):
+            try:
+                fit(toy_trainer(1))
+            except ConfigError as error:
+                refused.append(str(error))
+
+    fit(toy_trainer(2), callbacks=[Nested()])
+    assert len(refused) == 1
+    assert "while another trainer of this process trains" in refused[0]
+
+
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
 def test_validation_data_that_are_not_finite_lose_no_epoch(non_finite, tmp_path, capsys):
     bad = FixedImages(12)

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from adl_dist import Loading
 from adl_dist.batch import rows_of
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.partition import Chain, even_sizes
 from tests.support.coded import crossing
@@ -240,6 +240,20 @@ def test_micro_batches_of_one_sample_have_lengths_of_their_own():
         trainer.fit(Alternating(8, 3), **how)
         states.append(trainer.full_state_dict())
     assert_close(*states)
+
+
+class Renamed(Masked):
+    """The later samples have another key in place of one."""
+
+    def __getitem__(self, index):
+        input_, target = super().__getitem__(index)
+        return (input_ if index < 12 else {"words": input_["ids"], "mask": input_["mask"]}), target
+
+
+def test_samples_with_other_keys_are_refused_in_mid_training():
+    trainer = toy_trainer(1, 2, "bp", model=encoder(), loss_fn=LOSS, optimizer=sgd, dtype=torch.float64)
+    with pytest.raises(DataError, match="let all samples have the same tuples, or dictionaries with the same keys"):
+        trainer.fit(Renamed(NUM, named=True), epochs=1, batch_size=6, shuffle=False, monitoring=QUIET)
 
 
 def by_hand(out, target):
