@@ -4,6 +4,7 @@ import difflib
 import logging
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 from adl_dist.wording import worded
 
@@ -13,6 +14,8 @@ NEED_LESS_MEMORY = (
     "smaller micro-batches need less (train.batch_size, method.accumulation_steps), as do more stages "
     "(partition.num_stages) and method.weights=recompute; adl-dist plan predicts it"
 )
+
+HERE = f"{Path(__file__).parent}/"  # files of adl_dist
 
 
 class Exit(SystemExit):
@@ -116,7 +119,7 @@ def place_of(error: BaseException) -> str:
     It is like `` at mine.py:12``.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(HERE)]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in [*frames, *own][-1:])
 
 

@@ -31,6 +31,11 @@ class Precision(PrecisionSettings):
 
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        for name in ("dtype", "autocast"):  # a name, like "bfloat16", is as good
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, getattr(torch, value, value))
+
     def check(self, method: Method) -> None:
         """Raise ConfigError for formats that cannot be computed."""
         if self.dtype not in (torch.float32, torch.float64):

@@ -229,3 +229,7 @@ def test_a_gradient_beside_the_loss_is_summed_over_micro_batches(M):
     without = step(0.0)
     assert torch.allclose(without - step(0.5), torch.full((5, 72), 0.5 * M, dtype=torch.float64), atol=1e-12)
     assert torch.allclose(without - step(0.5 / M), torch.full((5, 72), 0.5, dtype=torch.float64), atol=1e-12)
+
+
+def test_formats_may_be_given_by_name():
+    assert adl_dist.Precision(autocast="bfloat16") == adl_dist.Precision(autocast=torch.bfloat16)
