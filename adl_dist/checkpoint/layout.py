@@ -172,7 +172,7 @@ def reading(path: PurePath, name: str) -> Iterator[None]:
 def read_manifest(path: PurePath) -> dict[str, Any]:
     """Read and check the manifest of a checkpoint, and the sizes of its files.
 
-    Raise UnusableError if the checkpoint is damaged, CheckpointError if it is none or has another format.
+    Raise UnusableError if the checkpoint is damaged, CheckpointError if it is no checkpoint, or has another format.
     """
     with reading(path, MANIFEST):
         if not is_complete(path):

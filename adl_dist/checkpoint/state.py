@@ -145,7 +145,7 @@ def dropped_note(path: PurePath, manifest: Mapping[str, Any]) -> str | None:
 def averaged(path: PurePath, stored: Mapping[str, Stored], module: nn.Module | None) -> dict[str, Stored]:
     """Replace ``stored`` tensors of ``module`` by their moving averages.
 
-    Without a module, names of one parameter are told by their equal weights. Raise CheckpointError without averages.
+    Without a module, equal weights show which names share a parameter. Raise CheckpointError without averages.
     """
     averages = tensor_files.scan(path, EMA, layout.read_manifest(path)["files"])[0]
     if not averages:

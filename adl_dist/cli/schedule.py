@@ -74,12 +74,10 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
         prog="adl-dist schedule",
         description="Print what each stage does when, how stale it is, and what it holds.",
         epilog=f"example: adl-dist schedule method=fr partition.num_stages=3 {EXAMPLE} --out fr.svg",
-        allow_abbrev=False,
+        overrides="as for adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2",
     )
     add = parser.add_argument
-    keys = "as for adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2"
     spec = "times of each stage (one number: the same for all), as YAML or a YAML file; adds the predicted speed"
-    add("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
     add("--micro-batches", type=number(int, 1, LONGEST), metavar="N", help="length of the segment; default: 2K + 2M")
     add("--costs", metavar="SPEC", help=spec)
     add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg")

@@ -74,7 +74,9 @@ def _check_loss(run_dir: PurePath, path: PurePath, config: RunConfig, words: Seq
             "loss._target_=MODULE.NAME, which makes it or is it, and its arguments, or loss=cross_entropy to evaluate "
             "by torch's cross-entropy"
         )
-    note = "is the run of a script: if its loss had arguments, like label_smoothing, give them as loss.label_smoothing"
+    note = (
+        "is the run of a script: if its loss had arguments, like label_smoothing, give them as loss.label_smoothing=0.1"
+    )
     tell(sys.stderr, f"note: {run_dir} {note}\n")
 
 

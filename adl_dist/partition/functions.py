@@ -28,14 +28,6 @@ _ASK = {
     *("__repr__", "__reduce_ex__", "_base", "_post_accumulate_grad_hooks", "__deepcopy__"),
 }
 ASK_DEVICE = {"device", "is_cuda", "is_cpu", "is_meta", "get_device"}  # of which an absent tensor has another
-
-
-def answer_of_device(name: str, device: torch.device) -> Any:
-    """Return the answer of a tensor on ``device`` to a question of ASK_DEVICE."""
-    answers = {"device": device, "get_device": -1 if device.index is None else device.index}
-    return answers.get(name, name == f"is_{device.type}")
-
-
 _LIKE = {
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided"),
@@ -68,6 +60,12 @@ def writes_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
     if (in_place or kwargs.get("inplace")) and args and isinstance(args[0], Tensor):
         return args[0]
     return None
+
+
+def answer_of_device(name: str, device: torch.device) -> Any:
+    """Return the answer of a tensor on ``device`` to a question of ASK_DEVICE."""
+    answers = {"device": device, "get_device": -1 if device.index is None else device.index}
+    return answers.get(name, name == f"is_{device.type}")
 
 
 _KNOWN: dict[Any, tuple[str, Kind]] = {}

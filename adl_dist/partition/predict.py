@@ -318,15 +318,10 @@ def best_of(predictions: Sequence[Prediction]) -> Prediction:
     fresh = [p for p in predictions if p.convergence_factor <= least_stale]
     fastest = max(p.images_per_second for p in fresh)
     near = [p for p in fresh if p.images_per_second >= (1 - AS_GOOD) * fastest]
-    exact = {codec: place for place, codec in enumerate(CODECS)}
 
     def rank(p: Prediction) -> tuple[float, ...]:
-        return (
-            p.pipeline.num_stages,
-            p.pipeline.method.split_backward,
-            exact[p.codecs.activations],
-            -p.images_per_second,
-        )
+        exactness = CODECS.index(p.codecs.activations)  # the most exact is the first
+        return p.pipeline.num_stages, p.pipeline.method.split_backward, exactness, -p.images_per_second
 
     return min(near, key=rank)
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from adl_dist.batch import Batch, arguments_of
 from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
-from adl_dist.partition.absent import call_signature, infer, is_masked, module_signature
+from adl_dist.partition.absent import META, call_signature, infer, is_masked, module_signature
 from adl_dist.partition.containers import PLAIN, map_leaves, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_of_device, kind_of, writes_to
 from adl_dist.partition.intercept import OF_TORCH, is_openable, place_of_call, users_line
@@ -730,7 +730,9 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 def on_meta(leaf: Any) -> Any:
     """Return a tensor without elements for a tensor, and meta for a device."""
-    return _to_meta(leaf) if isinstance(leaf, Tensor) else torch.device("meta") if type(leaf) is torch.device else leaf
+    if isinstance(leaf, Tensor):
+        return _to_meta(leaf)
+    return META if isinstance(leaf, torch.device) else leaf
 
 
 def _checkpoint_around(kept: list[Any]) -> int:

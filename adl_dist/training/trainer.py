@@ -288,13 +288,11 @@ class Trainer:
             asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
             outputs.notes.append(f"note: {asked}: an update has {data.batch_size - left} samples")
         folder = RunFolder(run_dir) if run_dir is not None else None
-        own = {
-            **build.settings_of(self._spec, self._partitioned),
+        own = build.settings_of(self._spec, self._partitioned) | {
             "batch_size": data.batch_size,
             "shuffle": data.shuffle,
-            **every,
         }
-        known_by = own if config is None else dict(config)
+        known_by = own | every if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
         world = self._join()
@@ -405,6 +403,9 @@ class Trainer:
         """
         chosen = chosen_checkpoint(self._reach(path), which)
         state.verify(chosen, self._partitioned.signature)
+        loss_fn, of_loss = self._spec.loss_fn, state.loss_state(chosen)
+        if isinstance(loss_fn, nn.Module) and _shapes_of(loss_fn.state_dict()) == _shapes_of(of_loss):
+            loss_fn.load_state_dict(of_loss)
         if self._partitioned.weights is not None:  # not made yet
             files = self._partitioned.weights.files = WeightFiles.at(chosen)
             for module in self._partitioned.modules.values() if ema else ():
@@ -412,9 +413,6 @@ class Trainer:
             return
         for module in self._partitioned.modules.values():
             state.load_weights(chosen, module, ema=ema)
-        loss_fn, of_loss = self._spec.loss_fn, state.loss_state(chosen)
-        if isinstance(loss_fn, nn.Module) and _shapes_of(loss_fn.state_dict()) == _shapes_of(of_loss):
-            loss_fn.load_state_dict(of_loss)
         self._partitioned.initial = {}
 
     def _agreed_folder(

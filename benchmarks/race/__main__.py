@@ -297,12 +297,9 @@ def _flags(argv: list[str]) -> argparse.Namespace:
         "already is not done again: the same command continues.",
         epilog="example: python -m benchmarks.race data=digits train.epochs=8 --target accuracy=0.95 --out runs/race "
         "--link 100mbit --link 100mbit,20ms --contenders ddp,diloco-50,torch-1f1b,adl",
-        allow_abbrev=False,
+        overrides="as for adl-dist train: model, data, K, M, batch, epochs, cut",
     )
     add = parser.add_argument
-    add(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, K, M, batch, epochs, cut"
-    )
     add("--target", required=True, metavar="METRIC=VALUE", help="of the validation, like accuracy=0.9 or loss=1.5")
     add("--out", required=True, type=Path, metavar="FOLDER", help="for race.md, race.json, race.svg and all runs")
     link = "of each rank, in both directions: rate, and round trip, like 100mbit,20ms; may be repeated; default: "

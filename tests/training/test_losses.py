@@ -333,6 +333,29 @@ def test_an_output_that_the_loss_ignores_gets_no_gradient():
     assert moved == {name for name in before if not name.startswith(("0.second", "1.unused"))}
 
 
+class Flattened(nn.Module):
+    """Returns the logits and something of all samples, like the router of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        out = self.net(x)
+        return out, out.flatten()
+
+
+def test_outputs_that_cannot_be_joined_need_a_declaration():
+    def of_first(out, target):
+        return F.cross_entropy(out[0], target)
+
+    how = {"model": Flattened().double(), "loss_fn": of_first, "optimizer": sgd, "dtype": torch.float64}
+    fit = {"epochs": 1, "batch_size": M * MICRO_BATCH, "monitoring": SILENT}
+    with pytest.raises(ConfigError, match=r"tensors whose first dimension is not the batch, .*loss_reduction='batch'"):
+        toy_trainer(2, M, **how).fit(data(None), **fit)
+    toy_trainer(2, M, **how, loss_reduction="batch").fit(data(None), **fit)
+
+
 IGNORES = (
     r"training dataset: micro-batch \d of epoch . has target -100, which .*loss.ignore_index=-1.*num_terms\(target\)"
     r".*losses.ModelLoss\(num_terms=...\)"

@@ -149,10 +149,9 @@ def _flags(argv: list[str]) -> argparse.Namespace:
         prog="adl-dist bench",
         description="Train as configured in many ways, in turn and several times, and compare their speeds.",
         epilog="example: adl-dist bench model=resnet18 data=synthetic partition.num_stages=2 partition.balance=auto",
-        allow_abbrev=False,
+        overrides="as for adl-dist train: model, data, K, M, batch size, cut",
     )
     add, whole, seconds = parser.add_argument, number(int, 1), number(float, 0.001)
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, K, M, batch size, cut")
     add("--contenders", default=",".join(DEFAULT), metavar="NAME,NAME", help=f"among {', '.join(NAMES)}")
     add("--repetitions", type=whole, default=3, metavar="N", help="runs of each contender; default: 3")
     add("--seconds", type=seconds, default=20.0, metavar="S", help="training time of a run, about; default: 20")

@@ -75,7 +75,15 @@ OmegaConf.register_new_resolver("vocab_size_next_to", _vocab_size_next_to, repla
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with errors of one line and exit code 2."""
+    """An argparse parser with errors of one line and exit code 2.
+
+    With ``overrides``, their help, it also takes settings KEY=VALUE, and flags must be written out.
+    """
+
+    def __init__(self, *, overrides: str | None = None, **options: Any) -> None:
+        super().__init__(allow_abbrev=overrides is None, **options)
+        if overrides is not None:
+            self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line by a ConfigError."""

@@ -83,11 +83,9 @@ def _flags(words: list[str]) -> argparse.Namespace:
         prog="adl-dist plan",
         description="Measure the model on this machine, cut it, predict what each method would do, and recommend one.",
         epilog="example: adl-dist plan model=resnet56 data=cifar10 --stages 2,4,8 --devices 8 --input 3,32,32",
-        allow_abbrev=False,
+        overrides="as for adl-dist train: model, data, batch size, M, optimizer",
     )
     add = parser.add_argument
-    overrides = "as for adl-dist train: model, data, batch size, M, optimizer"
-    add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
     stages = "numbers of stages, above 1: one device is in every table; default: 2, 4, 8 .. up to that of devices"
     add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
     add("--methods", metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS} and the configured one")

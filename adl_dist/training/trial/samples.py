@@ -31,6 +31,11 @@ class MicroBatch(NamedTuple):
     input_: Batch
     target: Batch
 
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of a sample's input and target."""
+        return tuple(tensor.shape[1:] for of in self for tensor in tensors_of(of))
+
     def rows(self, first: int, size: int) -> "MicroBatch":
         """Return ``size`` samples from the ``first`` on, repeated if needed."""
         rows = torch.arange(first, first + size) % num_samples(self.input_)
@@ -132,15 +137,19 @@ def _of_lengths(loader: DeviceLoader, fewest: int) -> Samples:
     sizes += [small] * ((num - sum(sizes)) // small)
     with closing(loader.batches(0, sizes)) as batches:
         found = [MicroBatch(*batch) for batch in batches]
-    of_shape = {tuple(t.shape[1:] for of in batch for t in tensors_of(of)): batch for batch in reversed(found)}
-    by_size = sorted(of_shape.values(), key=lambda batch: sum(t[0].numel() for t in tensors_of(batch.input_)))
+    of_shape = {batch.shapes: batch for batch in reversed(found)}
+    by_size = sorted(of_shape.values(), key=_length)
     some = by_size[1:-1]
     lengths = [by_size[0], by_size[-1], *some[:: max(1, -(-len(some) // NUM_BETWEEN))]]
-    second = max(found[: sizes.count(large)], key=lambda batch: sum(t[0].numel() for t in tensors_of(batch.input_)))
-    if [t.shape[1:] for t in tensors_of(second.input_)] == [t.shape[1:] for t in tensors_of(lengths[0].input_)]:
+    second = max(found[: sizes.count(large)], key=_length)  # of different samples, by which a mean is recognised
+    if second.shapes == lengths[0].shapes:
         second = lengths[1]
     pair = lengths[0].rows(0, SIZES[0]), second.rows(0, SIZES[1])
     return Samples(pair, lengths=tuple(batch.rows(0, SIZES[0]) for batch in lengths))
+
+
+def _length(batch: MicroBatch) -> int:
+    return sum(tensor[0].numel() for tensor in tensors_of(batch.input_))
 
 
 def _first(loader: DeviceLoader, count: int) -> tuple[Batch, Batch]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_structure, tree_unflatten
 
 from adl_dist.batch import (
     Batch,
@@ -393,19 +393,14 @@ class StageRun:
         (one, first), (two, second), loss_fn = *self._outputs, self._loss_fn
         if isinstance(loss_fn, ModelLoss):  # which needs a forward of both together
             (one, first), (two, second), loss_fn = *samples.pair, self._loss_in_evaluation
-        sizes = [(out, num_samples(target)) for out, target in ((one, first), (two, second))]
-        if any(leaf.ndim and len(leaf) != size for out, size in sizes for leaf in flatten_output(out)):
-            return None if loss_terms(self._loss_fn, samples.one[1]) is not None else NOT_JOINED
-        pairs = [([one, two], [first, second])]
-        if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
-            halves = [([0, n], [m for m in (1, 2, 3) if m != n]) for n in (1, 2, 3)]  # any, as lengths may alternate
-            pairs = [
-                ([tree_map(partial(_rows, rows=half), two) for half in way], [rows_of(second, half) for half in way])
-                for way in halves
-            ]
         try:
             with self._within():
                 terms = loss_terms(self._loss_fn, samples.one[1])
+                if not (_has_batch_first(one, first) and _has_batch_first(two, second)):
+                    return None if terms is not None else NOT_JOINED
+                pairs = [([one, two], [first, second])]
+                if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
+                    pairs = [_divided(two, second, n) for n in (1, 2, 3)]  # in any way, as lengths may alternate
                 for outs, targets in pairs:
                     check_is_mean(self.last, loss_fn, outs, targets, terms)
         except ConfigError as error:  # evaluation may do with such a loss, and training come after it
@@ -419,12 +414,26 @@ class StageRun:
         return loss
 
 
-def _rows(leaf: Any, rows: list[int]) -> Any:
-    return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) > max(rows) else leaf
+def _divided(out: Any, target: Batch, n: int) -> tuple[list[Any], list[Batch]]:
+    """Divide an output and a target of four samples into halves, the first with samples 0 and ``n``."""
+    halves = [0, n], [m for m in (1, 2, 3) if m != n]
+    return [map_tensors(partial(_rows, rows=half), out) for half in halves], [rows_of(target, half) for half in halves]
+
+
+def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
+    return tensor[rows] if tensor.ndim else tensor
+
+
+def _has_batch_first(out: Any, target: Batch) -> bool:
+    """Return whether the first dimension of all tensors in ``out`` is the batch; numbers have none."""
+    return all(len(leaf) == num_samples(target) for leaf in flatten_output(out) if leaf.ndim)
 
 
 class _OnMeta(TorchFunctionMode):
-    """A mode that moves real tensors to meta for a model on meta, of which they hear nothing."""
+    """A mode that moves the real tensors of a call to meta if one is there.
+
+    Questions about the device of a tensor on meta are answered as on the CPU, where the model makes its tables.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, (name, kind) = kwargs or {}, kind_of(func)
