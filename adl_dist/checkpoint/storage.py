@@ -147,11 +147,7 @@ def create(file: PurePath, content: Iterable[Data]) -> None:
         except BaseException:
             with contextlib.suppress(Exception):
                 if is_local:
-                    if os.fstat(out.fileno()).st_ino == os.stat(file).st_ino:  # a newer run may have replaced it
-                        delete(file)
-                    if is_new:
-                        Path(file.parent).rmdir()  # which fails if it is not empty
-                    out.close()
+                    _remove_unfinished(Path(file), out, with_folder=is_new)
                 else:
                     out.discard()  # or what came so far would be uploaded
                     out.closed = True
@@ -161,6 +157,17 @@ def create(file: PurePath, content: Iterable[Data]) -> None:
         _sync_folder(file.parent)
     if is_new:
         _sync_folder(file.parent.parent)
+
+
+def _remove_unfinished(file: Path, out: IO[bytes], *, with_folder: bool) -> None:
+    """Close and remove ``file``, unless a newer run has replaced it."""
+    written = os.fstat(out.fileno()).st_ino
+    with contextlib.suppress(Exception):  # as of a full disk, which it is to leave all the same
+        out.close()
+    if written == os.stat(file).st_ino:
+        delete(file)
+    if with_folder:
+        file.parent.rmdir()  # which fails if it is not empty
 
 
 def write(file: PurePath, content: bytes) -> None:

@@ -330,8 +330,14 @@ ACCURACY, LOSS = Measure("validation/accuracy", " %", 100), Measure("validation/
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:
-    """Return the metric by which all runs keep their best checkpoint, accuracy if any run has one, or the loss."""
+    """Return the measure that runs are compared by.
+
+    It is ``runtime.best_metric`` if all runs have the same, otherwise accuracy if any run has one, otherwise the loss.
+    """
     chosen = {run.settings.get("runtime.best_metric") for run in runs}
-    if len(chosen) == 1 and (metric := chosen.pop()) not in (None, ACCURACY.key, LOSS.key):
+    metric = chosen.pop() if len(chosen) == 1 else None
+    if metric == LOSS.key:
+        return LOSS
+    if metric not in (None, ACCURACY.key):
         return Measure(metric.replace("_", "/", 1), "", 1)
     return ACCURACY if any(run.finite(ACCURACY.name) for run in runs) else LOSS

@@ -393,6 +393,9 @@ class Trainer:
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
         """Read weights, buffers and the state of the loss from a checkpoint of any cut.
 
+        The state of the loss is read only if this trainer's loss has the same names and shapes; otherwise the loss
+        stays as it is.
+
         Args:
             path: the checkpoint's own folder, or a run folder.
             which: of a run folder, the ``newest``, or the ``best`` by validation.

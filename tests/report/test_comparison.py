@@ -9,7 +9,7 @@ import yaml
 
 from adl_dist.report import curves
 from adl_dist.report.comparison import compare, write_comparison
-from adl_dist.report.runs import read_runs
+from adl_dist.report.runs import measure_of, read_runs
 from tests.support.commands import in_process, shows
 
 EPOCHS = 3
@@ -105,6 +105,13 @@ def test_runs_are_compared_by_the_metric_that_tells_the_best(runs):
     _, rows = runs.table()
     assert rows["adl"] == ["0.2500 (0.2500 to 0.2500, 1)", "\u22120.2500"]
     assert "Validation miou" in (runs.folder / "comparison.md").read_text()
+    for path in runs.made:  # which have an accuracy, too
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        config["runtime"]["best_metric"] = "validation_loss"
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        line = {"name": "validation/accuracy", "value": 0.5, "update": 9, "epoch": 1}
+        (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert measure_of(read_runs(runs.made)).name == "validation/loss"
     written = csv.DictReader((runs.folder / "comparison.csv").read_text().splitlines())
     assert [row["validation_miou"] for row in written] == ["0.5", "0.25"]
 
