@@ -24,6 +24,7 @@ from adl_dist.models import generation
 from adl_dist.models.from_transformers import read_config
 from adl_dist.report import say, tell
 from adl_dist.report.files import write_atomically
+from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage import in_dtype
 
 GROUPS = ("model", "data", "loss")  # of the settings that these commands take
@@ -54,7 +55,7 @@ def evaluate(arguments: list[str]) -> None:
     trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path, **ema)
     _, val_data = instantiate.build_data(config.data)
-    micro_batch_size = config.train.batch_size // config.method.micro_batches_per_update
+    micro_batch_size = micro_batch_size_of(config.train.batch_size, config.method.micro_batches_per_update)
     how = {"num_workers": config.data.get("num_workers", 0), "loading": instantiate.loading(config, None)}
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size, **how)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]

@@ -6,11 +6,11 @@ from statistics import median
 from adl_dist.errors import ConfigError
 from adl_dist.report.page import render
 from adl_dist.report.page.parts import CSS, lanes, nice_ticks, timelines
-from adl_dist.report.timeline import FORWARDS, STYLES, spans_of_ticks
+from adl_dist.report.timeline import STYLES, spans_of_ticks
 from adl_dist.schedule.actions import BACKWARDS, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
-from adl_dist.schedule.timing import Costs, in_processes, simulate, ticks
+from adl_dist.schedule.timing import FORWARDS, Costs, in_processes, simulate, ticks
 
 MOST_TICKS = 400  # more cannot be read
 NARROWEST, UPDATE, LETTER, WIDEST = 26.0, 15.0, 8.0, 24_000.0  # of a forward to the picture, in pixels

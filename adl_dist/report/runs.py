@@ -108,9 +108,12 @@ class Run:
         self.status: Status = "complete" if self.summary else "diverged" if self.divergence else "unfinished"
         self.label = ""
         self.curves: Mapping[str, Sequence[Point]] = self.load(METRICS, lambda path: _curves(self, path), {})
-        self.num_stages: int = self.load("summary.json", lambda _: len(self.summary.get("stages", ())), 0)
+        self.num_stages = 0
+        with self._noting("summary.json"):
+            self.num_stages = len(self.summary.get("stages", ()))
         for read in (self._read_method, self._read_status) if self.config else ():
-            self.load("config.yaml", lambda _: read(), None)  # noqa: B023
+            with self._noting("config.yaml"):
+                read()
 
     def _read_status(self) -> None:
         if (train := self.config.get("train")) is not None:
@@ -162,11 +165,18 @@ class Run:
     def load(self, name: str, read: Callable[[Path], T], default: T) -> T:
         """Return the content of a file, or ``default``; note if it is damaged."""
         path = self.folder / name
+        with self._noting(name):
+            if path.exists():
+                return read(path)
+        return default
+
+    @contextlib.contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """Note a problem if the file ``name``, which is read in the block, is damaged."""
         try:
-            return read(path) if path.exists() else default
+            yield
         except DAMAGE as error:
             self.problems.append(f"{name} cannot be used ({in_one_line(error)[:200]})")
-            return default
 
 
 def read_json(path: Path) -> dict[str, Any]:

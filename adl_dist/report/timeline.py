@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from adl_dist.report.files import write_atomically
 from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
+from adl_dist.schedule.timing import FORWARDS, Costs, Span, in_processes, simulate, ticks
 
 TIMELINE = "timeline.json"
 _SHARE = {
@@ -35,7 +35,6 @@ STYLES = {
 }
 # Lengths in a tick, in forwards: a backward costs about two, each of its parts one.
 LENGTHS = {Op.RECOMPUTE: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1, Op.LEARN: 1}
-FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
 BOXES = (*STYLES, Op.UPDATE)
 SMALL = (Op.LOAD, *LINKS)  # drawn in measured pictures
 

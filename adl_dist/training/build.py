@@ -39,8 +39,8 @@ Settings = dict[str, Any]
 def settle_partition(spec: TrainSpec, partitioned: PartitionedModel, startup: Startup) -> PartitionResult:
     """Settle the cut, the loss and the tensors between stages.
 
-    Return the spec with the settled values, the
-    samples of this call, and the result of the trial, the same on every rank.
+    Return the spec with the settled values, the samples of this call, and the result of the trial, the same on every
+    rank.
 
     Raises:
         ConfigError, PartitionError, DataError: If the job cannot be done.

@@ -1,4 +1,7 @@
-"""Measurements: costs of units, also of a split backward, links and delays, kept in the run folder; operations."""
+"""Measurements for a cut: costs of units, links, delays, operations.
+
+Profile, links and delays are kept in the run folder.
+"""
 
 import hashlib
 import json

@@ -10,6 +10,7 @@ from typing import Any
 
 from adl_dist.checkpoint.layout import complete
 from adl_dist.checkpoint.run_dir import RunFolder, make_folder
+from adl_dist.distributed.network import is_one_node
 from adl_dist.distributed.world import World
 from adl_dist.errors import ConfigError
 from adl_dist.report import say, warn
@@ -71,9 +72,9 @@ def share_folder(
 def say_node(world: World, agreement: Agreement, *, quiet: bool) -> None:
     """Say, once on each of several nodes, which stages are there and where progress is printed."""
     first = agreement.first(socket.gethostname())
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    if quiet or local_size == world.size or int(os.environ.get("LOCAL_RANK", 0)):
+    if quiet or is_one_node(world.size) or int(os.environ.get("LOCAL_RANK", 0)):
         return
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     here = f"rank {world.rank}" + f" to {world.rank + local_size - 1}" * (local_size > 1)
     does = "reads the data, and keeps the checkpoints" if world.rank == 0 else f"progress is printed on {first}"
     say(f"{here} of {world.size} on {socket.gethostname()}; {does}")

@@ -141,9 +141,18 @@ class Trainer:
     ) -> None:
         """Check the arguments and load the initial weights."""
         loss_fn = arguments.check_trainer(
-            model, loss_fn, optimizer, lr_schedule, num_stages=num_stages, seed=seed, partition=partition,
-            precision=precision, gradients=gradients, processes=processes, timeouts=timeouts,
-        )  # fmt: skip
+            model,
+            loss_fn,
+            optimizer,
+            lr_schedule,
+            num_stages=num_stages,
+            seed=seed,
+            partition=partition,
+            precision=precision,
+            gradients=gradients,
+            processes=processes,
+            timeouts=timeouts,
+        )
         self._spec = TrainSpec(
             pipeline=Pipeline(arguments.resolve_method(method), num_stages),
             loss_fn=loss_fn,

@@ -86,7 +86,8 @@ def test_threads_that_torchrun_sets_by_itself_do_not_count(of_torchrun, threads,
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("OMP_NUM_THREADS", of_torchrun.get("OMP_NUM_THREADS", "1"))
     with subprocess.Popen(["/bin/sleep", "60"], env=of_torchrun) as process:
-        while b"sleep" not in pathlib.Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and b"sleep" not in pathlib.Path(f"/proc/{process.pid}/cmdline").read_bytes():
             time.sleep(0.01)  # until then it has the environment of this process
         monkeypatch.setattr(os, "getppid", lambda: process.pid)
         found = affinity.default_threads(2)

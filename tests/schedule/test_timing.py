@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from adl_dist.schedule.actions import RECEIVES, Op, message_of
 from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.timing import makespan
 from benchmarks.capped import simulate_dataflow
+from benchmarks.paper_tables import paper_tables
 
 
 def worked(spans, stage):
@@ -84,6 +86,11 @@ def test_busy_shares_are_work_over_time(name):
 
 
 # --- Links and stragglers ----------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_paper_are_those_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "dev" / "results" / "timing.md").read_text()
+    assert paper_tables() == page.split("```text\n")[1].split("```")[0].rstrip("\n")
 
 
 # --- Staleness and memory ----------------------------------------------------------------------------------

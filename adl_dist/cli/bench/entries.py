@@ -294,10 +294,8 @@ def predict_speeds(
             continue
         with contextlib.suppress(ConfigError, PartitionError):  # heads of local losses are not measured
             cut = found[entry.num_stages] if entry.is_cut else [len(profiler.chain.units)]
-            profile, pipeline = (
-                profiles[batch // entry.method.micro_batches_per_update],
-                Pipeline(entry.method, len(cut)),
-            )
+            profile = profiles[batch // entry.method.micro_batches_per_update]
+            pipeline = Pipeline(entry.method, len(cut))
             prediction = predict(profile, pipeline, machine=_for_stages(machine, K, len(cut)), sizes=cut)
             predicted[entry.name] = prediction.images_per_second
     return found, predicted

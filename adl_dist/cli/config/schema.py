@@ -105,7 +105,9 @@ class RunConfig:
         for cls in (Stages, Training, PrecisionSettings, CommandOptions):  # all others check themselves
             check_settings(self.build(cls), next(group for group, classes in GROUPS.items() if cls in classes))
         self.build(GradientPolicy).check(self.pipeline)
-        _ = *map(self.build, (PartitionSpec, CheckpointPolicy, ProcessOptions)), self.timeouts
+        for checked in (PartitionSpec, CheckpointPolicy, ProcessOptions):
+            self.build(checked)
+        _ = self.timeouts
         loggers = self.runtime.loggers  # those of the user's own code are made later
         named = (
             [one for one in loggers if isinstance(one, str) and "." not in one]

@@ -237,10 +237,8 @@ class StageRun:
         needs = [False] * len(tensors)
         for k, stage in enumerate(self.stages):
             stage.train(training)
-            seen, before = (
-                Crossing(size, tuple(torch.empty_like(t, device=META) for t in tensors), needs),
-                Streams(self._device),
-            )
+            seen = Crossing(size, tuple(torch.empty_like(t, device=META) for t in tensors), needs)
+            before = Streams(self._device)
             self._seen[0 if training else 1][k].append(seen)
             leaves = tuple(_as_sent(t).requires_grad_(need) for t, need in zip(tensors, needs, strict=True))
             names = describe_names(batch.input_) if k == 0 else ""
