@@ -99,7 +99,7 @@ class ControlPlane:
         self._job, self._seconds = world.num_jobs, world.timeout.total_seconds()
 
     def call(self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None) -> Call[T]:
-        """Call ``method`` of an endpoint; the default limit is a message's."""
+        """Call ``method`` of an endpoint; the default limit is the start's."""
 
         def start(limit: float) -> torch.futures.Future[T]:
             future: torch.futures.Future[T] = torch.futures.Future()

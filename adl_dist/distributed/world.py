@@ -153,7 +153,7 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
     """Join the other processes; later calls return the same world.
 
     There are ``num_stages`` in all processes together, which are ``size``, by default one for each stage. The time is
-    the limit of one message, and of the start.
+    the limit of the start, and of an answer over the control plane.
 
     Raises:
         ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, or the

@@ -6,6 +6,10 @@ the order of issue, and with both directions on it this schedule deadlocks for e
 receives of its own edge, in all of torch 2.11 to 2.15; docs/dev/gpu.md explains why no batched exchange is needed. All
 groups are made in the same order on every rank and connected before the first step, so that a first message never
 waits for a handshake in the middle of training.
+
+In training no message has a time limit of its own. A peer that has ended closes its connections, and the watchdog
+(monitor/watchdog.py) ends a job without progress. It does not count the time in which all processes were stopped, as
+gloo and NCCL would.
 """
 
 import datetime
@@ -31,6 +35,7 @@ from adl_dist.transport.wire import SpecsByMicroBatch, Wire
 
 POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited
 SIZES = " sizes"  # ends the names of edges that carry headers
+NO_LIMIT = datetime.timedelta(days=10)  # of one message; torch counts milliseconds in 32 bits
 ABORT_SECONDS = 10.0  # limit for NCCL to give up a communicator
 ON_CPU = ("target", "label", "go")  # small, and their receivers need them on the CPU
 T = TypeVar("T")
@@ -70,7 +75,7 @@ def connect_edges(
         more: further edges.
         backend: carries the tensors that stay on ``device``.
         device: of this rank.
-        timeout: the limit of one message.
+        timeout: the limit of the first messages.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
@@ -93,7 +98,7 @@ def connect_edges(
             group = dist.new_group(
                 list(ranks),
                 backend=edge_backend,
-                timeout=timeout,
+                timeout=timeout if edge_backend == "gloo" else NO_LIMIT,
                 # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
                 device_id=device if edge_backend == "nccl" else None,
             )
@@ -156,7 +161,9 @@ class End:
     def _wait(self, micro_batch: int, works: Works) -> None:
         for work, _ in works:
             if work is not None:
-                self._guard(micro_batch, work.wait)
+                # Only the GPU waits for NCCL, where a limit would hold up this thread.
+                wait = work.wait if self._edge.backend == "nccl" else partial(work.wait, NO_LIMIT)
+                self._guard(micro_batch, wait)
 
     def _guard(self, micro_batch: int, call: Callable[[], T]) -> T:
         """Return the result of ``call``, which fails if the peer is gone."""
@@ -167,7 +174,7 @@ class End:
         except RuntimeError as error:
             what = self._trouble.format(micro_batch)
             log = f"logs/rank{self._peer}.log"
-            raise ChannelError(f"{what} is gone or silent; its own log, {log}, says why") from error
+            raise ChannelError(f"{what} is gone; its own log, {log}, says why") from error
 
     def _finish_oldest(self) -> Pending:
         """Wait for the message begun first."""

@@ -11,6 +11,7 @@ of device memory knows only one stream; ``record_stream`` names the others, and 
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cache, partial
 from typing import Protocol
 
@@ -49,11 +50,11 @@ class SendFromGpu:
         """Send ``host`` once it is ``copied``, and keep ``tensor`` until then."""
         self._begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Wait until the peer has the tensor, or raise the error of the send."""
         work = self._begun.result()
         assert work is not None, "this process is an end of the edge"
-        work.wait()
+        work.wait(timeout)
 
 
 def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> dist.Work | None:

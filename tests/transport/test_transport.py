@@ -1,12 +1,17 @@
 """What travels on an edge: several tensors, their memory format, and what is refused."""
 
+import datetime
 import functools
+import os
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from adl_dist.distributed.world import connect
 from adl_dist.errors import ChannelError, PartitionError
+from adl_dist.transport.process import ProcessReceiver, ProcessSender, connect_edges
 from adl_dist.transport.spec import Specs, TensorSpec
 from adl_dist.transport.wire import LocalChannel, Wire
 from tests.support.oracle import train_by_the_equations
@@ -113,3 +118,26 @@ def test_a_micro_batch_out_of_order_is_refused():
     channel.send(1, (torch.zeros(1, 3),))
     with pytest.raises(ChannelError, match="expected the grad of micro-batch 0, got 1"):
         channel.recv(0)
+
+
+def wait_long(seconds):
+    """One rank of two: the first message of an edge comes after more than the limit with which it was connected."""
+    connect(2, device_type="cpu", timeout_seconds=30)
+    device = torch.device("cpu")
+    edges = connect_edges(2, ["act"], backend="gloo", device=device, timeout=datetime.timedelta(seconds=seconds))
+    wire = Wire(Specs.always([TensorSpec((3,), "float32")]), "act")
+    if os.environ["RANK"] == "0":
+        sender = ProcessSender(edges["act", 0], wire, max_pending=1, max_pending_in_evaluation=1)
+        sender.open([2], training=True)
+        time.sleep(2 * seconds)
+        sender.send(0, (torch.ones(2, 3),))
+        sender.drain()
+        return 6.0
+    receiver = ProcessReceiver(edges["act", 0], wire, device=device)
+    receiver.open([2], [0], training=True)
+    return float(receiver.recv(0)[0].sum())
+
+
+def test_a_message_may_take_longer_than_the_start():
+    """As where all processes were stopped by Ctrl-Z; a job without progress is the watchdog's."""
+    assert run_ranks(2, wait_long, 1.0) == [6.0, 6.0]
