@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -128,7 +129,8 @@ def _text(runs: Sequence[Run], *, command: str, reference: Run | None, failed: S
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    names = {str(run.folder): _name(run) for run in runs}
+    common = Counter(map(_name, runs))  # equal settings may have other results, as on another machine
+    names = {str(run.folder): _name(run) + f" ({run.folder.name})" * (common[_name(run)] > 1) for run in runs}
     goals = overhead_rows(runs, names, reference)
     reached = [_with_note(goals, overhead_note(runs, names, reference))] if goals else []
     return "\n\n".join([_table(runs, measure_of(runs)), *failed, *reached, *_memory_table(runs), origin]) + "\n"

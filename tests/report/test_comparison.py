@@ -71,6 +71,12 @@ def test_equal_runs_count_once_and_without_bp_no_column_is_its(runs):
     shows(compare(runs.made), ["3 runs, seeds 0, 1", "90.00 % (70.00 to 90.00, 3)", "| method | K = 2 "])
 
 
+def test_runs_of_equal_settings_are_told_apart_by_their_folders(runs):
+    for loss, seed in ((0.5, 0), (0.4, 1), (0.3, 1)):
+        runs.add("adl", 2.0, 1.0, loss, seed=seed, name="loss")
+    shows(compare(runs.made), ["| adl, K = 2, seed 0  ", "seed 1 (run1) |", "seed 1 (run2) |"])
+
+
 def test_bp_comes_first_and_others_are_compared_with_their_m(runs):
     for method, value, M in (("fdg", 0.9, 1), ("bp", 0.9, 4), ("adl", 0.9, 4), ("bp", 0.7, 1), ("adl", 0.8, 2)):
         runs.add(method, value, M=M)
