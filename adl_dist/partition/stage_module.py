@@ -106,6 +106,7 @@ class StageModule(_Part):
         self.written: dict[Any, Any] = {}
         self.absent_inputs: dict[Any, Tensor] = {}
         self._natives: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
+        self._compile_keys: dict[str, Any] = {}
         followed = {n for mode in plan.modes.values() for n in _visible(mode.root, index)}
         for module in twin.modules():
             name = self._names[id(module)]
@@ -179,7 +180,9 @@ class StageModule(_Part):
         for module, (place, call) in self._natives.items():
             name = self._names[id(module)]
             if name in own and next(module.parameters(), None) is not None:
-                vars(module)[place] = call_of(module, name, compiler(call, module_signature(module)), self)
+                # Of the first time: a warm-up's stages may be in another mode, and share the graphs.
+                key = self._compile_keys.setdefault(name, module_signature(module))
+                vars(module)[place] = call_of(module, name, compiler(call, key), self)
 
     def train(self, mode: bool = True) -> "StageModule":
         """Set the mode of the copy through the model's own ``train``."""
