@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from adl_dist import engine
 from adl_dist.engine import StageContext
 from adl_dist.errors import PartitionError
-from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
-from adl_dist.schedule.replay import at_random, downstream_first
+from adl_dist.schedule import METHODS, Pipeline, Segment, interleave, method, training_work
+from adl_dist.schedule.interleaving import at_random, downstream_first
 from adl_dist.stage import Stage
 from adl_dist.stage.calls import StageInfo
 from adl_dist.training.edges import edges_of
@@ -146,7 +146,7 @@ def final_weights(chosen, K, group_sizes, pick_next):
     contexts[0].batches = iter([(f"input {b}", f"target {b}") for b in range(num_micro_batches)])
     for k, context in contexts.items():
         context.open(work[k], training=True)
-    engine.run(replay([work[k].actions for k in range(K)], pick_next=pick_next), contexts)
+    engine.run(interleave([work[k].actions for k in range(K)], pick_next=pick_next), contexts)
     for context in contexts.values():
         assert not context.stage.in_flight, "the stash is empty at the end"
         assert not context.stage.gradient_head.awaited

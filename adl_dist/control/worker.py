@@ -42,11 +42,11 @@ from adl_dist.schedule import (
     StageWork,
     downstream_first,
     evaluation_work,
-    replay,
+    interleave,
     training_work,
 )
 from adl_dist.schedule.actions import BACKWARDS
-from adl_dist.schedule.replay import in_turns
+from adl_dist.schedule.interleaving import in_turns
 from adl_dist.schedule.work import turns_of
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss import LossTerms, counted
@@ -339,7 +339,7 @@ class LocalWorker:
         lists = {k: work[k].actions for k in sorted(work)}
         order: Iterable[tuple[int, Action]]
         if len(work) == self.pipeline.num_stages:
-            order = replay([*lists.values()], pick_next=self.pick_next)
+            order = interleave([*lists.values()], pick_next=self.pick_next)
         elif len(work) == 1:
             order = ((k, action) for k, actions in lists.items() for action in actions)
         else:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op, message_of
+from adl_dist.schedule.interleaving import ActionLists, Turns, downstream_first, interleave
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.replay import ActionLists, Turns, downstream_first, replay
 from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.work import training_work, turns_of
 
@@ -135,7 +135,7 @@ def simulate(
     # A shared link takes messages in the order of time.
     order = first_in_time if costs.shares_link else downstream_first
     links = _Links(costs)
-    for stage, action in replay(lists, turns=turns, pick_next=order):
+    for stage, action in interleave(lists, turns=turns, pick_next=order):
         start = free[stage % P]
         message = message_of(action, stage, num_stages=K)
         if message is not None and action.op not in LINKS:
@@ -191,7 +191,7 @@ def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, l
     ready = [0] * K
     mail: dict[tuple[str, int], deque[int]] = defaultdict(deque)
     table: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(K)]
-    for stage, action in replay(lists, turns=turns):
+    for stage, action in interleave(lists, turns=turns):
         process = stage % P
         if (message := message_of(action, stage, num_stages=K)) is not None:
             if action.op in LINKS:

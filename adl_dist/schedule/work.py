@@ -1,14 +1,13 @@
 """The work of the stages on one segment: actions, sizes and loss weights."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
+from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.build_actions import evaluation_actions, evaluation_turns, training_actions, training_turns
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.replay import Sending, max_outstanding
 from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.split import simulated
 
@@ -67,24 +66,6 @@ def forget_actions() -> None:
     """
     _actions.cache_clear()
     _turns.cache_clear()
-
-
-@lru_cache(maxsize=32)
-def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
-    """Return the most messages under way on each edge before a send waits.
-
-    So few that a buffer is returned as soon as its sender can know that the message has left, and enough that no send
-    waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting stages
-    (tests/schedule/test_schedule.py).
-    """
-    K, M = pipeline.num_stages, pipeline.micro_batches_per_update
-    if pipeline.spec.local_losses:  # no message comes back
-        return {(link.what, k): pipeline.max_pending for link in LINKS.values() for k in range(K)}
-    fill = pipeline.updates_to_fill
-    groups = [M] * (fill + 1 + fill)
-    made = [list(training_actions(pipeline, k, group_sizes=groups)) for k in range(K)]
-    steady = range(fill * M, (fill + 1) * M)
-    return max_outstanding(made, steady)
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:

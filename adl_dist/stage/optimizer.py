@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.batch import map_tensors
 from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.stage.average import WeightAverage
-from adl_dist.stage.calls import seed_update
 from adl_dist.stage.mitigation import Mitigation
+from adl_dist.stage.random_streams import seed_update
 from adl_dist.stage.spec import OptimizerFactory, TrainSpec
 
 ANYWHERE: AbstractContextManager[None] = nullcontext()

@@ -17,10 +17,7 @@ from adl_dist.batch import Batch, Tensors, logits_of, map_tensors, move_batch
 from adl_dist.errors import ConfigError, DataError, PartitionError, in_one_line, place_of
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
-    BACKWARD,
-    BACKWARD_WEIGHT,
     Compiler,
-    RandomStreams,
     StageInfo,
     call_of,
     flatten_output,
@@ -35,6 +32,7 @@ from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.model_norm import ModelNorm
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
 from adl_dist.stage.optimizer import Learner
+from adl_dist.stage.random_streams import BACKWARD, BACKWARD_WEIGHT, RandomStreams
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of, norms_of
 from adl_dist.stage.tied import TiedWeights

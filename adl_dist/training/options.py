@@ -81,7 +81,9 @@ class ProcessOptions:
         None, "threads of each process; null: OMP_NUM_THREADS, or cores / K", least=1, most=MOST_THREADS
     )
     bind_cores: bool = setting(True, "on CPUs, bind each process to its own share of the node's cores")
-    timeout_seconds: float = setting(300.0, "longest wait for the other processes at the start, and for an answer of theirs", above=0, most=LONGEST_TIMEOUT)
+    timeout_seconds: float = setting(
+        300.0, "longest wait for other processes at the start, and for an answer", above=0, most=LONGEST_TIMEOUT
+    )
     handle_signals: bool = False
     pick_next: Callable[[Sequence[int]], int] = downstream_first
 

@@ -30,7 +30,7 @@ from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import TensorSpec, fill_sizes
-from adl_dist.transport.staging import SendFromGpu, arrival, to_device, to_host
+from adl_dist.transport.staging import Begun, SendFromGpu, arrival, to_device, to_host
 from adl_dist.transport.wire import SpecsByMicroBatch, Wire
 
 POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited
@@ -42,8 +42,21 @@ T = TypeVar("T")
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
 RECEIVE: Issue = dist.irecv
-# A Work, or None for an empty tensor, with the buffer that it uses.
-Works = list[tuple[dist.Work | SendFromGpu | None, Tensor]]
+
+
+class GlooWork:
+    """A message over gloo, like a ``Work``, but without a time limit."""
+
+    def __init__(self, work: dist.Work) -> None:
+        """Keep the ``work``."""
+        self._work = work
+
+    def wait(self) -> None:
+        """Wait for the message, or raise a RuntimeError if the peer is gone."""
+        self._work.wait(NO_LIMIT)
+
+
+Works = list[tuple[Begun | None, Tensor]]  # None for an empty tensor; the buffers that they use
 
 
 class Edge(NamedTuple):
@@ -154,16 +167,15 @@ class End:
         """Return the tag of a tensor; the header's place is -1."""
         return micro_batch * (1 + len(self.wire.specs)) + 1 + place
 
-    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> dist.Work | None:
+    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> Begun | None:
         """Start to send or receive one tensor."""
-        return self._guard(micro_batch, lambda: issue(tensor, self._peer, group=edge.group, tag=tag))
+        work = self._guard(micro_batch, lambda: issue(tensor, self._peer, group=edge.group, tag=tag))
+        return work if work is None or edge.backend == "nccl" else GlooWork(work)
 
     def _wait(self, micro_batch: int, works: Works) -> None:
         for work, _ in works:
             if work is not None:
-                # Only the GPU waits for NCCL, where a limit would hold up this thread.
-                wait = work.wait if self._edge.backend == "nccl" else partial(work.wait, NO_LIMIT)
-                self._guard(micro_batch, wait)
+                self._guard(micro_batch, work.wait)
 
     def _guard(self, micro_batch: int, call: Callable[[], T]) -> T:
         """Return the result of ``call``, which fails if the peer is gone."""
@@ -203,7 +215,7 @@ class ProcessSender(End):
             edge: the communicator.
             wire: the form of the messages.
             max_pending: the most micro-batches sent and not yet taken by the peer, in training. With fewer than
-                :func:`adl_dist.schedule.work.max_pending_of` returns, stages could wait for each other in a cycle.
+                :func:`adl_dist.schedule.max_pending_of` returns, stages could wait for each other in a cycle.
             max_pending_in_evaluation: the limit in evaluation, where no gradient shows that a message was taken.
             units: the units of the sending stage, for errors.
             headers: the edge for the sizes of each message, or None if no sizes are sent.
@@ -240,7 +252,7 @@ class ProcessSender(End):
         sizes = torch.tensor([size for spec in specs for size in spec.shape], dtype=torch.int64)
         return [(self._issue(SEND, self._headers, micro_batch, self._tag(micro_batch, -1), sizes), sizes)]
 
-    def _begin(self, tensor: Tensor, micro_batch: int, place: int) -> tuple[dist.Work | SendFromGpu | None, Tensor]:
+    def _begin(self, tensor: Tensor, micro_batch: int, place: int) -> tuple[Begun | None, Tensor]:
         """Start to send one tensor; return its work and the memory to keep."""
         tag = self._tag(micro_batch, place)  # now: the next segment may have other specs
         send = partial(self._issue, SEND, self._edge, micro_batch, tag)

@@ -11,7 +11,6 @@ of device memory knows only one stream; ``record_stream`` names the others, and 
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import cache, partial
 from typing import Protocol
 
@@ -19,7 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Send = Callable[[Tensor], dist.Work | None]  # begins to send a tensor in host memory
+
+class Begun(Protocol):
+    """The used part of ``torch.distributed.Work``."""
+
+    def wait(self) -> object:
+        """Wait for the message."""
+
+
+Send = Callable[[Tensor], Begun | None]  # begins to send a tensor in host memory
 
 
 class Event(Protocol):
@@ -50,14 +57,14 @@ class SendFromGpu:
         """Send ``host`` once it is ``copied``, and keep ``tensor`` until then."""
         self._begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self) -> None:
         """Wait until the peer has the tensor, or raise the error of the send."""
         work = self._begun.result()
         assert work is not None, "this process is an end of the edge"
-        work.wait(timeout)
+        work.wait()
 
 
-def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> dist.Work | None:
+def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> Begun | None:
     copied.synchronize()
     return send(host)
 

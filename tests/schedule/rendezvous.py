@@ -8,7 +8,7 @@ way. gloo buffers, and so hides such deadlocks.
 from collections import Counter, defaultdict, deque
 
 from adl_dist.schedule.actions import LINKS, RECEIVES, message_of
-from adl_dist.schedule.replay import refuse_unfinished
+from adl_dist.schedule.interleaving import refuse_unfinished
 
 
 def check_rendezvous(lists, *, one_per_pair=False, max_pending=None, turns=None, leaves_with_the_next=False):

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from adl_dist.schedule import METHODS, Costs, Op, Pipeline, max_pending_of, method, replay
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, interleave, max_pending_of, method
 from adl_dist.schedule.actions import RECEIVES, what_of
 from adl_dist.schedule.build_actions import training_actions, training_turns
-from adl_dist.schedule.replay import at_random
+from adl_dist.schedule.interleaving import at_random
 from adl_dist.schedule.timing import time_per_update
 from adl_dist.training.edges import tied_edges
 from tests.schedule.rendezvous import check_rendezvous
@@ -63,7 +63,7 @@ def test_no_order_and_no_edge_deadlocks(variant, tied):
     pipeline, lists, groups = made(variant, tied)
     turns = turns_of(pipeline, groups)
     for seed in range(3):
-        assert len(list(replay(lists, pick_next=at_random(seed), turns=turns))) == sum(map(len, lists))
+        assert len(list(interleave(lists, pick_next=at_random(seed), turns=turns))) == sum(map(len, lists))
     check_rendezvous(lists, max_pending=max_pending_of(pipeline), turns=turns)
 
 
@@ -83,12 +83,12 @@ def test_a_tie_makes_no_stage_wait_that_would_not_wait_anyway(variant):
 
 
 @every_variant
-def test_staleness_counted_in_a_replay_is_that_of_the_formula(variant):
+def test_staleness_counted_by_interleaving_is_the_formulas(variant):
     """Staleness: tied updates between a forward and the update with its gradient; 2BW sees one version earlier."""
     for M in (1, 2, 4) if variant[0] != "2bw" else (4,):
         pipeline, lists, _ = made(variant, ((0, 3),), M, [M] * 40)
         updates, done, seen, stale = [0] * K, [0] * K, {}, {0: {}, 3: {}}
-        for k, action in replay(lists):
+        for k, action in interleave(lists):
             if action.op in (Op.FORWARD, Op.FORWARD_ONLY):
                 version = pipeline.forward_version(k, action.number)
                 assert pipeline.method.weights == "2bw" or version == updates[k]
@@ -134,7 +134,7 @@ def test_no_stage_updates_before_all_gradients_are_there(variant, K, M, tied):
     turns = turns_of(pipeline, groups)
     for seed in range(3):
         done = [0] * K
-        for k, action in replay(lists, pick_next=at_random(seed), turns=turns):
+        for k, action in interleave(lists, pick_next=at_random(seed), turns=turns):
             done[k] += action.op is Op.BACKWARD_WEIGHT or action.op is Op.BACKWARD
             if action.op is Op.UPDATE:
                 assert done == [sum(groups[: action.number + 1])] * K, (k, action)

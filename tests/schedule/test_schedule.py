@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule import METHODS, Op, Pipeline, Segment, describe, max_pending_of, method, replay
+from adl_dist.schedule import METHODS, Op, Pipeline, Segment, describe, interleave, max_pending_of, method
 from adl_dist.schedule.actions import BACKWARDS, LINKS, receiver
 from adl_dist.schedule.build_actions import (
     evaluation_actions,
@@ -18,8 +18,9 @@ from adl_dist.schedule.build_actions import (
     training_actions,
     training_turns,
 )
-from adl_dist.schedule.replay import at_random, in_turns, max_outstanding
+from adl_dist.schedule.interleaving import at_random, in_turns
 from adl_dist.schedule.run_plan import Plan
+from adl_dist.schedule.send_limits import max_outstanding
 from adl_dist.schedule.split import simulated, split_actions
 from adl_dist.training.edges import receives_ahead
 from tests.schedule.rendezvous import check_rendezvous
@@ -58,7 +59,7 @@ def versions(K, group_sizes, seed):
     """Weight version at every forward and at every backward, and the most micro-batches in flight per stage."""
     version, in_flight, most = [0] * K, [0] * K, [0] * K
     at_forward, at_backward = {}, {}
-    for k, (op, b) in replay(actions_of(K, group_sizes), pick_next=at_random(seed)):
+    for k, (op, b) in interleave(actions_of(K, group_sizes), pick_next=at_random(seed)):
         if op is Op.FORWARD:
             at_forward[k, b] = version[k]
             in_flight[k] += 1
@@ -73,7 +74,7 @@ def versions(K, group_sizes, seed):
 
 
 def counted(K, M, k, seed=0):
-    """Staleness of each place in a group of stage k, counted in a replay, once the pipeline is full."""
+    """Staleness of each place in a group of stage k, counted by interleaving, once the pipeline is full."""
     full = 2 * (K - 1) // M + 1
     at_forward, at_backward, _ = versions(K, [M] * (full + 1), seed)
     return [at_backward[k, b] - at_forward[k, b] for b in range(M * full, M * (full + 1))]
@@ -83,7 +84,7 @@ def counted(K, M, k, seed=0):
 
 
 def test_figure_1_staleness_of_three_modules():
-    """K = 3: the labels of Fig. 1(a) and Fig. 1(b), counted in a replay and given by the formula."""
+    """K = 3: the labels of Fig. 1(a) and Fig. 1(b), counted by interleaving and given by the formula."""
     for M, expected in ((2, [[2, 2], [1, 1], [0, 0]]), (4, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])):
         assert [Pipeline(adl(M), 3).steady_staleness(k) for k in range(3)] == expected
         assert [counted(3, M, k) for k in range(3)] == expected
@@ -135,14 +136,14 @@ def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
 @every_variant
 @pytest.mark.parametrize(("K", "M"), [(4, 8), (2, 3), (8, 7)])
 def test_every_version_and_staleness_is_that_of_the_formula(variant, K, M):
-    """Counted in replays: which weights each forward of each method sees, and which update it enters."""
+    """Counted by interleaving: which weights each forward of each method sees, and which update it enters."""
     name, options = variant
     chosen = method(name, accumulation_steps=M if name != "2bw" else max(M, K - 1), **options)
     pipeline = Pipeline(chosen, K)
     for N, seed in ((5, 1), (16, 2), (30, 3)):
         sizes = groups(N, pipeline.micro_batches_per_update)
         version, forced = [0] * K, [None] * K
-        for k, (op, b) in replay(actions_of(K, sizes, chosen), pick_next=at_random(seed)):
+        for k, (op, b) in interleave(actions_of(K, sizes, chosen), pick_next=at_random(seed)):
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
                 used = version[k] if forced[k] is None else forced[k]
                 assert used == pipeline.forward_version(k, b)
@@ -252,7 +253,7 @@ def test_stages_that_share_processes_do_not_deadlock(P, v, fewer):
         pipeline, lists, turns = interleaved(P, v, M, sizes, fewer=fewer)
         check_rendezvous(lists, turns=turns)
         check_rendezvous(lists, turns=turns, max_pending=max_pending_of(pipeline))
-        assert sum(1 for _ in replay(lists, turns=turns)) == sum(map(len, lists)) == sum(map(len, turns))
+        assert sum(1 for _ in interleave(lists, turns=turns)) == sum(map(len, lists)) == sum(map(len, turns))
         shorter = actions_of(pipeline.num_stages, sizes[:1], pipeline.method)
         for p in range(P):
             own = {k: shorter[k] for k in pipeline.stages_of(p)}
@@ -316,7 +317,7 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
         made = actions_of(K, sizes, chosen, epoch=epoch)
         check_rendezvous(made)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
-        assert sum(1 for _ in replay(made)) == sum(map(len, made))
+        assert sum(1 for _ in interleave(made)) == sum(map(len, made))
 
 
 @settings(max_examples=150)
@@ -373,7 +374,7 @@ def test_evaluation_visits_every_micro_batch_and_never_deadlocks(K):
     lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
     for actions in lists:
         assert [a.number for a in actions if a.op is Op.PREDICT] == list(range(40))
-    assert len(list(replay(lists))) == sum(map(len, lists))
+    assert len(list(interleave(lists))) == sum(map(len, lists))
     limit = min(Pipeline(method(name, accumulation_steps=8), K).max_pending for name in METHODS)
     check_rendezvous(lists, max_pending=on_every_edge(K, limit))
 
@@ -381,7 +382,7 @@ def test_evaluation_visits_every_micro_batch_and_never_deadlocks(K):
 @every_variant
 @pytest.mark.parametrize("K", [2, 3, 5])
 def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
-    """Counted for each edge by itself, in the replay in which its receiver only moves when no other stage can."""
+    """Counted for each edge by itself, in the interleaving in which its receiver only moves when no other stage can."""
     name, options = variant
     made = actions_of(K, [8] * 5, method(name, accumulation_steps=8, **options))
     most = max_outstanding(made, range(16, 24))
@@ -389,7 +390,7 @@ def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
     assert most.keys() == {(LINKS[op].what, k) for op, k in sends}
     for op, sender in sends:
         to, under_way, seen = receiver(op, sender, num_stages=K), 0, 0
-        for k, action in replay(made, pick_next=lambda able, to=to: next((k for k in able if k != to), to)):
+        for k, action in interleave(made, pick_next=lambda able, to=to: next((k for k in able if k != to), to)):
             under_way += (k == sender and action.op is op) - (k == to and action.op is LINKS[op].recv)
             if k == sender and action.op is op and 16 <= action.number < 24:
                 seen = max(seen, under_way)

@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline
-from adl_dist.schedule.replay import at_random
+from adl_dist.schedule.interleaving import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
 from adl_dist.stage.stats import StepStats, norm_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adl_dist.schedule.replay import at_random
+from adl_dist.schedule.interleaving import at_random
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, differ, plain_loop, run
 from tests.support.runs import nan_inputs, sgd, train

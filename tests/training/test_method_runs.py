@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from adl_dist.schedule import METHODS, Pipeline, figures, method
-from adl_dist.schedule.replay import downstream_first
+from adl_dist.schedule.interleaving import downstream_first
 from adl_dist.training import build
 from tests.support.kill import records
 from tests.support.runs import BALANCE, toy_trainer, warm_up_schedule

@@ -49,7 +49,7 @@ def test_a_send_begins_when_its_copy_ends_and_waits_for_nothing(monkeypatch):
     """A sender that waited for the copy could not receive the message that the GPU waits for."""
     copies, sent = [], []
     monkeypatch.setattr(process, "to_host", lambda tensor: copies.append(copying_out(tensor)) or copies[-1])
-    monkeypatch.setattr(process, "SEND", lambda host, *_, **__: sent.append(host) or SimpleNamespace(wait=lambda _: None))
+    monkeypatch.setattr(process, "SEND", lambda host, *_, **__: sent.append(host) or SimpleNamespace(wait=lambda _: 0))
     sender = sender_over("gloo", max_pending=2)
     sender.open([2] * 2, training=True)
     for number in range(2):
@@ -93,4 +93,4 @@ def test_a_send_that_fails_raises_its_own_error():
     copy.finish()
     send = SendFromGpu(torch.ones(1), torch.ones(1), copy, lost)
     with pytest.raises(ChannelError, match="gone"):
-        send.wait(process.NO_LIMIT)
+        send.wait()

@@ -1,8 +1,8 @@
-"""A replay of all stages on one thread, in any interleaving."""
+"""All stages on one thread, in any interleaving of their actions."""
 
 import random
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, message_of
@@ -10,7 +10,6 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, Action, message_of
 ActionLists = Sequence[Sequence[Action]]
 Turns = Sequence[Sequence[int]]  # the stages of the actions of each of P processes, in order; stage s is in s mod P
 Edge = tuple[str, int]  # name of the message, and its receiver
-Sending = tuple[str, int]  # name of the message, and its sender
 
 
 def downstream_first(runnable: Sequence[int]) -> int:
@@ -35,7 +34,7 @@ def in_turns(lists: Mapping[int, Sequence[Action]], turns: Iterable[int]) -> Ite
             cursor[k] += 1
 
 
-def replay(
+def interleave(
     lists: ActionLists,
     *,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
@@ -98,28 +97,3 @@ def refuse_unfinished(lists: ActionLists, cursor: Sequence[int]) -> None:
     if waiting:
         places = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting)
         raise ScheduleError(f"deadlock: every unfinished stage waits for another: {places}")
-
-
-def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending, int]:
-    """Return the most messages under way on each edge when one is sent.
-
-    The receiver may be as slow as it likes: a message counts as received only when later messages to the sender imply
-    it. ``numbers`` are the micro-batches at whose sending the messages are counted.
-    """
-    known: list[Counter[Sending]] = [Counter() for _ in lists]  # received messages that each stage knows of, per edge
-    letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # the sender's knowledge
-    sent: Counter[Sending] = Counter()
-    most: dict[Sending, int] = defaultdict(int)
-    for k, action in replay(lists):
-        if (message := message_of(action, k, num_stages=len(lists))) is None:
-            continue
-        edge = message.what, message.sender
-        if action.op in LINKS:
-            sent[edge] += 1
-            if action.number in numbers:
-                most[edge] = max(most[edge], sent[edge] - known[k][edge])
-            letters[edge].append(known[k].copy())
-        else:
-            known[k] |= letters[edge].popleft()  # the larger number of each edge
-            known[k][edge] += 1
-    return dict(most)
