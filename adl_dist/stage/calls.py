@@ -1,4 +1,4 @@
-"""Calls of a module, seeded and compiled, and facts about them from the trial."""
+"""A module's calls, seeded and compiled, and the trial's facts about them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
