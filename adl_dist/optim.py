@@ -86,7 +86,7 @@ def cosine(
 def _scheduler(
     optimizer: Optimizer, factor: Callable[[int], float], warmup_epochs: float, updates_per_epoch: int
 ) -> LRScheduler:
-    """Multiply the rate by ``factor`` of the update s, and by (s + 1) / W before update W."""
+    """Scale the rate by ``factor(s)``, and by (s + 1) / W before update W."""
     if not warmup_epochs >= 0:
         raise ConfigError(f"lr_schedule.warmup_epochs must be at least 0, got {warmup_epochs}")
     W = round(warmup_epochs * updates_per_epoch)

@@ -56,12 +56,13 @@ def test_every_file_of_tests_that_a_document_names_is_there():
 
 
 def test_first_lines_of_docstrings_name_things():
-    """A noun of torch's vocabulary stands where a clause with "what" or "whose" would."""
+    """A noun of torch's vocabulary stands where a clause with "what" or "whose" would; an index shows whole lines."""
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for path in files():
         nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, documented))
         for line in ((ast.get_docstring(node) or "").partition("\n")[0] for node in nodes):
             assert not re.search(r"\b(what|whose)\b|^Return that\b|; None:", line, re.IGNORECASE), f"{path}: {line}"
+            assert len(line) <= 72, f"{path}: {line}"
 
 
 # Names that were replaced by the field's terms (CONTRIBUTING.md, "Words"), and habits of language.

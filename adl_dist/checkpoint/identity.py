@@ -47,7 +47,7 @@ def _plain(value: Any) -> Any:
 
 
 def class_name(thing: Any) -> str:
-    """Return the qualified name of a class or function, or of an object's class."""
+    """Return the qualified name of a class, a function or an object's class."""
     while isinstance(thing, partial):
         thing = thing.func
     name = getattr(thing, "__qualname__", None) or type(thing).__qualname__

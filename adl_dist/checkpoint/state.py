@@ -119,7 +119,7 @@ def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> Non
 
 
 def loss_state(path: PurePath) -> dict[str, Any]:
-    """Return the ``state_dict()`` of the loss in a checkpoint; empty if it had none."""
+    """Return the loss's ``state_dict()`` in a checkpoint, or an empty dict."""
     with _explained(path):
         return nested.unpacked_state(*tensor_files.scan(path, LOSS, layout.read_manifest(path)["files"]))
 

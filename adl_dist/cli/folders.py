@@ -1,4 +1,4 @@
-"""Commands on run folders: compare, report, status, checkpoint, stop. No torch."""
+"""Commands on run folders, such as compare and stop, without torch."""
 
 import json
 import os

@@ -242,7 +242,7 @@ def _print_error(text: str, *, kind: str = "") -> None:
 
 
 def _hang_up() -> None:
-    """Shut down the connections of this process, on which rank 0 may wait (Linux)."""
+    """Shut down all connections, because rank 0 may wait on one (Linux)."""
     with contextlib.suppress(OSError):
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):

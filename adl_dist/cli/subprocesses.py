@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[..., T], calls: Sequence[tuple[Any, ...]], *, seconds: float | None = None) -> list[T]:
-    """Call ``function`` with the arguments of each of ``calls``, each in a fresh process."""
+    """Call ``function(*call)`` for each of ``calls``, each in a fresh process."""
     os.environ[LAUNCHER] = str(os.getpid())  # they end with this process
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(len(calls), mp_context=spawn, initializer=end_with_launcher)

@@ -63,7 +63,7 @@ def evaluate(arguments: list[str]) -> None:
 
 
 def _check_loss(run_dir: PurePath, path: PurePath, config: RunConfig, words: Sequence[str]) -> None:
-    """Refuse the default loss for a script's run that was trained with another."""
+    """Refuse the default loss for a script's run trained with another loss."""
     plain = content_of(run_dir)
     if not is_of_script(plain) or any(word.startswith("loss") for word in words):
         return

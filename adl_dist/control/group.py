@@ -1,4 +1,4 @@
-"""The group of all stages, which rank 0 calls, and the loop of each process."""
+"""The group of all stages, called by rank 0, and each process's loop."""
 
 import contextlib
 import logging

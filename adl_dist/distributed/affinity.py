@@ -50,7 +50,7 @@ def num_cores() -> int:
 
 
 def default_threads(num_processes: int) -> int:
-    """Return the threads for each of ``num_processes``: OMP_NUM_THREADS, or its share of the cores."""
+    """Return OMP_NUM_THREADS or, if not set, each process's share of cores."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets it to 1 for ranks that have none
         with suppress(OSError):

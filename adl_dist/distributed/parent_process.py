@@ -88,7 +88,7 @@ def flag_stopped() -> None:
 
 
 def flag_user_error(text: str) -> None:
-    """Tell torchrun, and through it all nodes, of an error that a restart would meet again."""
+    """Tell torchrun, and so all nodes, of an error not cured by a restart."""
     if path := os.environ.get(USER_ERROR_FILE):
         with contextlib.suppress(OSError):
             Path(path).write_text(f"rank {os.environ.get('RANK', '0')}: {text}")

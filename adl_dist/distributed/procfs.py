@@ -20,7 +20,7 @@ def start_time(pid: int) -> int:
 
 
 def started_at(pid: int) -> float:
-    """Return the start of process ``pid`` in seconds since the epoch, or the present time."""
+    """Return the start time of ``pid`` in Unix seconds, or the present time."""
     try:
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
         return int(boot.split()[1]) + start_time(pid) / os.sysconf("SC_CLK_TCK")

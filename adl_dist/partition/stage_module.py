@@ -115,7 +115,7 @@ class StageModule(_Part):
                 vars(module)[place] = call_of(module, name, own, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the stage, which a module of the model may be named like."""
+        """Set an attribute of the stage, even one named like a module."""
         object.__setattr__(self, name, value)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:

@@ -499,7 +499,7 @@ class _Assignment:
         ]
 
     def _check_alike(self, edge: int, crossing: Sequence[Label]) -> None:
-        """Raise a CutImpossibleError if the runs need tensors of other kinds from ``crossing``."""
+        """Raise CutImpossibleError if kinds of ``crossing`` tensors vary by run."""
         kinds = set()
         for readers in self.mode.readers if self.mode.decides else ():
             stages = {label: [self._reads_on(key) for key in readers.get(label, ())] for label in crossing}

@@ -27,7 +27,7 @@ class Work(TorchDispatchMode):
         self.flops = self.nbytes = 0.0
 
     def attention(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of ``run``, a call of ATTENTION, counted by its shapes.
+        """Run a call of ATTENTION, count it by its shapes, and return its result.
 
         Its operators, and what they read and write, depend on the device.
         """

@@ -271,7 +271,7 @@ class Goal(NamedTuple):
 
 
 def goals(run: Run, reference: Run) -> list[Goal]:
-    """Return the goals that ``reference`` sets for ``run``; empty without losses."""
+    """Return the goals set by ``reference`` for ``run``, or [] without losses."""
     _, own, other = _losses(run, reference)
     if not own or not other:
         return []
@@ -310,7 +310,7 @@ def first_reach(curve: Sequence[Point], loss: float) -> Reached | None:
 
 
 def nearest_reference(run: Run, runs: Sequence[Run]) -> Run:
-    """Return the run of BP that is most like ``run``, or the first of ``runs``.
+    """Return the run of BP most similar to ``run``, or the first of ``runs``.
 
     The model comes first, then the data, M, K and the seed.
     """
@@ -367,7 +367,7 @@ def _losses(run: Run, reference: Run) -> tuple[str, list[Point], list[Point]]:
 
 
 def moving_average(curve: Sequence[Point], width: int) -> list[Point]:
-    """Return a curve of the mean over each point and the ``width - 1`` before it."""
+    """Return the mean of each point and the ``width - 1`` points before it."""
     sums = [0.0]
     for point in curve:
         sums.append(sums[-1] + point.value)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path of a file or folder, which becomes ``path`` at the end.
+    """Yield a temporary path, renamed to ``path`` at the end.
 
-    After an error it is removed instead.
+    It is a file or a folder. After an error it is removed instead.
     """
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.saving{path.suffix}")
     try:

@@ -231,7 +231,10 @@ class MetricsWriter:
 
     @property
     def has_loggers(self) -> bool:
-        """Whether there are loggers other than metrics.jsonl and TensorBoard, which draws no random number."""
+        """Whether there are loggers other than metrics.jsonl and TensorBoard.
+
+        These two draw no random numbers.
+        """
         return any(one != TENSORBOARD for one in self._wanted)
 
     def write_of_update(self, record: dict[str, Any]) -> None:
@@ -274,7 +277,7 @@ class MetricsWriter:
         self._each(lambda one: one.close())
 
     def _each(self, call: Callable[[Any], object]) -> None:
-        """Call each logger; close and drop those that fail, because a run is worth more."""
+        """Call each logger; if one fails, close it and continue without it."""
         for one in [*self._running]:
             try:
                 call(one)

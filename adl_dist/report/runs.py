@@ -172,7 +172,7 @@ class Run:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Note a problem if the file ``name``, which is read in the block, is damaged."""
+        """Note a problem if the file ``name``, read in the block, is damaged."""
         try:
             yield
         except DAMAGE as error:
@@ -275,7 +275,7 @@ def _curves(run: Run, path: Path) -> dict[str, list[Point]]:
 
 
 def _records(run: Run, path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of metrics.jsonl; note the number of damaged ones."""
+    """Yield the intact records of metrics.jsonl; note the number of others."""
     num_damaged = 0
     with path.open(errors="replace") as file:
         for line in file:
@@ -300,7 +300,10 @@ def method_label(chosen: Mapping[str, Any]) -> str:
 
 
 def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether ``key`` has several values (of the cut: for one K; of an optimizer or the like: for one class)."""
+    """Return whether ``key`` has several values in comparable ``configs``.
+
+    Keys of the cut are compared for one K, those of an optimizer or the like for one class.
+    """
     group = key.partition(".")[0]
     of = {f"{group}.name", f"{group}._target_", *(["partition.num_stages"] * (group == "partition"))} - {key}
     values = {(*(str(config.get(name)) for name in of), str(config.get(key))) for config in configs}

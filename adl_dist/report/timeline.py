@@ -144,7 +144,7 @@ def spans_of_timeline(timeline: Timeline) -> list[Span]:
 
 
 def spans_with_free_links(pipeline: Pipeline, timeline: Timeline) -> list[Span]:
-    """Return the spans of a timeline's updates by the schedule, in milliseconds.
+    """Return the scheduled spans of a timeline's updates, in milliseconds.
 
     Actions take the median of their measured times, messages none. Empty without a full pipeline or a measured time.
     """
@@ -195,7 +195,7 @@ def window(spans: Sequence[Span], num_stages: int) -> list[Span]:
 
 
 def arrows(boxes: Sequence[Span], messages: Sequence[tuple[int, Action]]) -> Iterator[tuple[Span, Span, bool]]:
-    """Yield for each message the work it comes from, the work that needs it, and whether it is an activation.
+    """Yield (producing work, consuming work, is activation) for each message.
 
     Args:
         boxes: the work that is drawn.

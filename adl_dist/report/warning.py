@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def announced(text: str) -> Iterator[None]:
-    """Say ``text``, the name of a work or wait, after SAY_SECONDS inside and then every minute."""
+    """Say ``text``, an activity, after SAY_SECONDS inside, then every minute."""
     done = threading.Event()
 
     def announce() -> None:

@@ -1,4 +1,4 @@
-"""Calls of a module, also compiled, and facts about them from the trial."""
+"""Calls of a module, also compiled, and facts from the trial."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace

@@ -183,7 +183,7 @@ class _Layer:
         return cast(Tensor, _Split.apply(x, weight, bias, self, narrow))
 
     def _applies(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether this is a plain call with a batch and the trained parameters."""
+        """Return whether this is a plain call of a batch with trained parameters."""
         return (
             torch.is_grad_enabled()
             and weight.requires_grad
@@ -211,7 +211,7 @@ class _Layer:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x [..., in] W' + b of a linear layer, or the convolution of ``x``."""
+        """Return x [..., in] W' + b of a linear layer, or a convolution of ``x``."""
         if self._convolve is None:
             return F.linear(x, weight, bias)
         m = self.module

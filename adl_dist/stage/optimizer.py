@@ -173,7 +173,7 @@ class Learner:
                 group["lr"] = rate
 
     def _advance(self, *, skipped: bool) -> None:
-        """Count an update, and set the learning rate, which stays after the schedule's end."""
+        """Count an update, and step the learning rate until its schedule's end."""
         self.version += 1
         if self.lr_schedule is None or (self.lr_updates is not None and self.version > self.lr_updates):
             return

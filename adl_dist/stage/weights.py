@@ -93,7 +93,7 @@ class Latest(_Policy):
 
     @contextmanager
     def forward_weights(self, version: int) -> Iterator[None]:
-        """Put the weights ahead of the newest ``version`` into the module in the block."""
+        """Set the module to weights ahead of the newest ``version`` in the block."""
         if self._ahead is None:
             yield
             return
@@ -112,7 +112,7 @@ class Latest(_Policy):
 
 
 class Stash(_Policy):
-    """The weights of the forward (paper, Eq. 15), or of one update before it (PipeDream-2BW).
+    """The forward's weights (paper, Eq. 15) or older ones (PipeDream-2BW).
 
     A graph in flight keeps the tensors that it was built on. An update moves the parameters on to fresh memory if the
     present one is in use, so all micro-batches of one version share one copy, and the last stage, where nothing is in

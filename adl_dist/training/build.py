@@ -117,7 +117,7 @@ def build_worker(
 
 
 def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
-    """Return the unit of speed: ``tokens``, ``images``, ``sequences`` or ``samples``."""
+    """Return the unit of speed: tokens, images, sequences or samples."""
     first, target = tensors_of(samples.one[0])[0], tensors_of(samples.one[1])[0]
     classes = class_loss(loss_fn)
     is_text = not first.is_floating_point() and first.ndim == 2 and target.ndim == 2 and not target.is_floating_point()
@@ -127,7 +127,7 @@ def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> Settings:
-    """Return the plain values that are equal on all ranks, and by which a run folder is recognised."""
+    """Return plain settings, equal on all ranks, to recognise a run folder."""
     balance = partitioned.spec.balance
     rules = {"rules": spec.optimizer.settings} if isinstance(spec.optimizer, RuledOptimizer) else {}
     return {

@@ -152,7 +152,7 @@ def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
 
 
 def specs_of_norm(what: str, stage: Stage) -> Specs:
-    """Return the specs of the norms that ``stage`` exchanges, or of their total."""
+    """Return the specs of the norms exchanged by ``stage``, or of their total."""
     assert stage.model_norm is not None
     norms = stage.model_norm.norms
     return Specs.always([TensorSpec.of(norms if what == "norm" else norms[:, 0])])

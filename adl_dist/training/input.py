@@ -129,10 +129,10 @@ class DeviceLoader:
 def check_targets(
     target: Batch, where: str, *, classes: ClassLoss | None, num_outputs: int | None, may_ignore: bool
 ) -> None:
-    """Raise DataError for an unexpected class in ``target`` [B, ...] at ``where``.
+    """Raise DataError for an unexpected class in ``target`` [B, ...].
 
     Targets of torch's losses of ``classes`` are below ``num_outputs``. None may be one that the loss ignores, unless
-    its terms are counted, or it ``may_ignore`` some otherwise.
+    its terms are counted, or it ``may_ignore`` some otherwise. The error names ``where``.
     """
     if not isinstance(target, Tensor) or not is_class_target(target):
         return

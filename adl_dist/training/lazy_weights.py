@@ -257,14 +257,14 @@ def _hold(layer: nn.Module, key: str, tensor: Tensor) -> None:
 
 
 def _unset(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of this shape with values that :func:`_check_set` recognises."""
+    """Return a tensor of this shape with all elements marked as unset."""
     made = torch.empty(tensor.shape, dtype=dtype)
     _bytes(made).fill_(_unset_byte(made))
     return made
 
 
 def _check_set(name: str, tensor: Tensor, by: str) -> None:
-    """Raise ConfigError if an element of ``tensor`` is as :func:`_unset` left it."""
+    """Raise ConfigError if an element of ``tensor`` is still marked as unset."""
     if tensor.is_meta or bool((_bytes(tensor) == _unset_byte(tensor)).all(dim=1).any()):
         raise ConfigError(f"'{name}' was on torch.device('meta'), and {by} does not fill it, or not all of it")
 

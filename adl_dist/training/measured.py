@@ -62,7 +62,7 @@ def take_profile(
     kept_in: Path | None,
     feed: DeviceLoader | None,
 ) -> Profile:
-    """Measure the cost of each unit of ``chain``, or read an earlier measurement.
+    """Measure the cost of each unit of ``chain``, or read an earlier profile.
 
     The ``sample``, input [1, ...] and target [1, ...], is repeated to a micro-batch, on its device. ``kept_in`` is the
     file of the measurement. ``feed`` is the source of stage 0's micro-batches, or None.
@@ -112,7 +112,7 @@ def _profile_key(
 
 
 def unit_of_inputs(inputs: Tensor) -> str:
-    """Return the name of the samples in ``inputs``: images, sequences or samples."""
+    """Return the unit of ``inputs``: images, sequences or samples."""
     if inputs.is_floating_point():
         return "images" if inputs.ndim == 4 else "samples"
     return "sequences" if inputs.ndim == 2 else "samples"
@@ -124,7 +124,7 @@ def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
 
 
 def micro_batch(sample: tuple[Batch, Batch], size: int) -> tuple[Batch, Batch]:
-    """Return input [size, ...] and target [size, ...] of one sample, repeated on its device."""
+    """Repeat a sample on its device as (input, target), each [size, ...]."""
     device = device_of(sample[0])
 
     def repeated(tensor: Tensor) -> Tensor:

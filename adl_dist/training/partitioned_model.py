@@ -286,9 +286,10 @@ class PartitionedModel:
         return None
 
     def _measure(self, trial: Trial, chain: Chain, startup: Startup, links: Links | None) -> _Measured | None:
-        """Measure the units in the process that has the data, and choose the delays that the method leaves open.
+        """Measure the units, and choose the delays left open by the method.
 
-        Values depend on delays, so a run keeps them, whatever is measured when it continues.
+        Only the process with the data does so. Values depend on delays, so a run keeps them, whatever is measured when
+        it continues.
         """
         folder, spec, feed = startup.folder, trial.spec, startup.loaders.first
         if feed is None:

@@ -1,4 +1,4 @@
-"""The run folder of rank 0 as the other ranks reach it, also without a shared file system."""
+"""Rank 0's run folder on all ranks, with or without a shared file system."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from adl_dist.training.startup_sync import Agreement
 def share_folder(
     folder: RunFolder | None, of_rank_0: Mapping[str, Any], world: World, agreement: Agreement
 ) -> tuple[RunFolder | None, dict[str, Any]]:
-    """Return the run folder of rank 0 for this process, and the values ``of_rank_0``.
+    """Return rank 0's run folder for this process, and values ``of_rank_0``.
 
     Rank 0 leaves a file in its folder, and the others look for it. Those that do not see it send their parts of
     checkpoints to rank 0, and read them through it.
@@ -70,7 +70,7 @@ def share_folder(
 
 
 def say_node(world: World, agreement: Agreement, *, quiet: bool) -> None:
-    """Say, once on each of several nodes, which stages are there and where progress is printed."""
+    """On each of several nodes, print its ranks and the place of progress."""
     first = agreement.first(socket.gethostname())
     if quiet or is_one_node(world.size) or int(os.environ.get("LOCAL_RANK", 0)):
         return
@@ -81,7 +81,7 @@ def say_node(world: World, agreement: Agreement, *, quiet: bool) -> None:
 
 
 def _counting(given: RunFolder | None, place: str | None, token: Path, rank: int) -> RunFolder | None:
-    """Return the folder at rank 0's ``place``, or that ``given`` if this machine does not see rank 0's."""
+    """Return rank 0's folder ``place``, or ``given`` if it is not seen here."""
     if given is not None and str(given.place) == place:
         return given
     counts = None if place is None else RunFolder(place)

@@ -400,7 +400,7 @@ class Trainer:
 
     @arguments.one_at_a_time
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
-        """Read weights, buffers and the state of the loss from a checkpoint of any cut.
+        """Load weights, buffers and the loss's state from a checkpoint of any cut.
 
         The state of the loss is read only if this trainer's loss has the same names and shapes; otherwise the loss
         stays as it is.
@@ -436,7 +436,7 @@ class Trainer:
         resume: str,
         later: Collection[str],
     ) -> tuple[RunFolder | None, str]:
-        """Return the run folder of rank 0 and from where it resumes, and begin the log."""
+        """Return rank 0's run folder and the point to resume, and begin the log."""
         found: dict[str, Any] = {"place": None, "resume": resume}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
@@ -555,7 +555,7 @@ class Trainer:
             recorder.close()  # writes what is left, which a disk may refuse
 
     def _reach(self, path: str | os.PathLike[str]) -> PurePath:
-        """Return a path of the user's, or that of rank 0 if it is missing on this machine."""
+        """Return the user's path, or rank 0's if it is missing on this machine."""
         place = place_of(path)
         if not isinstance(place, Path) or place.exists():
             return place
@@ -597,5 +597,5 @@ def _is_distributed(processes: ProcessOptions, pipeline: Pipeline) -> bool:
 
 
 def _shapes_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shape of each tensor in a ``state_dict()``, and None for other values."""
+    """Return the shape of each tensor in ``state``, and None for other values."""
     return {name: getattr(value, "shape", None) for name, value in state.items()}

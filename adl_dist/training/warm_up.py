@@ -62,7 +62,7 @@ def check_without_warm_up(backend: str) -> None:
 
 @dataclass
 class WarmUp:
-    """Discarded updates of the stages of a process, which are made for this only.
+    """Discarded updates of one process, on stages made only for the warm-up.
 
     Attributes:
         spec: the specification of the training.
@@ -105,7 +105,7 @@ class WarmUp:
             torch.cuda.synchronize(self.device)
 
     def _training(self, k: int, size: int, *, full: bool) -> StageWork:
-        """Return the work on one micro-batch; if ``full``, on as many as use all versions of the weights."""
+        """Return work for one micro-batch, or for all weight versions if ``full``."""
         pipeline = self.spec.pipeline
         M = pipeline.micro_batches_per_update
         num_micro_batches = M * (pipeline.updates_to_fill + NUM_UPDATES) if full and self.with_updates else 1
@@ -175,7 +175,7 @@ class WarmUp:
 
 @contextmanager
 def unchanged(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore tensors, gradients, hooks of parameters and random streams on exit."""
+    """Restore tensors, gradients, parameter hooks and random streams on exit."""
     parts = [*modules, *(vars(module)["model"] for module in modules if is_part(module))]
     owners = [owner for part in parts for owner in part.modules()]
     held = [(tensors, dict(tensors)) for owner in owners for tensors in (owner._parameters, owner._buffers)]

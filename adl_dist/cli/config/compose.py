@@ -138,7 +138,10 @@ def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, 
 
 
 def with_values(words: Sequence[str], plain: Plain) -> list[str]:
-    """Replace interpolations in ``words`` by values in ``plain``, for processes that would find other ones."""
+    """Replace interpolations in ``words`` by their values in ``plain``.
+
+    A process started later could resolve them differently, for example the time.
+    """
     settings = flatten(plain)
     keys = {word: parse(word).key_or_group for word in words if "${" in word}
     return [f"{keys[w]}={json.dumps(settings[keys[w]])}" if keys.get(w) in settings else w for w in words]
@@ -161,7 +164,7 @@ def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
 
 
 def known_run(run_dir: PurePath) -> RunConfig:
-    """Return the configuration that a run folder of the command line was made with."""
+    """Return the configuration of a command-line run from its folder."""
     plain, file = content_of(run_dir), run_dir / "config.yaml"
     if is_of_script(plain):
         raise ConfigError(
@@ -194,12 +197,12 @@ def content_of(run_dir: PurePath) -> Plain:
 
 
 def is_of_script(plain: Plain) -> bool:
-    """Return whether a config.yaml is that of a script, without model and data."""
+    """Return whether a config.yaml is a script's, without model and data."""
     return "partition" not in plain and "num_stages" in plain
 
 
 def run_of_script(plain: Plain, words: Sequence[str]) -> RunConfig:
-    """Compose the settings of a script's run with ``words`` of its model and data."""
+    """Compose a script run's settings with ``words`` for its model and data."""
     kept = {key: plain[key] for key in ("seed", "dtype")}
     kept |= {"train.batch_size": plain["batch_size"], "partition.tied": plain.get("tied", "share")}
     kept["method.accumulation_steps"] = plain["method"]["accumulation_steps"]

@@ -347,7 +347,7 @@ def _call(name: str, node: Mapping[str, Any], kind: Any = object, expected: str 
 
 
 def _made(name: str, path: Any, make: Callable[[], Any], kind: Any = object, expected: str = "") -> Any:
-    """Call the code at ``path``, the target of ``name``; it returns a ``kind``."""
+    """Call the target ``path`` of ``name`` and return its result, a ``kind``."""
     try:
         made = make()
     except AdlError:

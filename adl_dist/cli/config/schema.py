@@ -119,7 +119,9 @@ class RunConfig:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "RunConfig":
-        """Return the configuration with these plain values, or the defaults; Hydra has checked the keys.
+        """Return the configuration with ``plain`` values, and otherwise defaults.
+
+        Hydra has checked the keys.
 
         Raises:
             ConfigError: If a value has another type or is out of range.

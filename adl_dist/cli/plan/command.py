@@ -211,7 +211,7 @@ def _machine(config: RunConfig, links: Links | None, *, memory: int | None, thre
 
 
 def _cuts(config: RunConfig, stages: Iterable[int], machine: Machine, chain: Chain) -> tuple[Cuts, list[str]]:
-    """Return the devices and the given cut for each possible K, and reasons against other K.
+    """Return each possible K's machine and given cut, and errors of others.
 
     Raises:
         PartitionError: If the model can be cut into none of them.

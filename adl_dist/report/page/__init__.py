@@ -27,7 +27,11 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
 
 
 def render(template: str, out: Path, **variables: Any) -> None:
-    """Write a template with these variables; ConfigError if ``out`` cannot be written."""
+    """Write a template, filled with ``variables``, to the file ``out``.
+
+    Raises:
+        ConfigError: If ``out`` cannot be written.
+    """
     import jinja2  # imported late: few commands write a page
 
     loader = jinja2.PackageLoader("adl_dist.report", "page")

@@ -263,7 +263,10 @@ def _stages(run: Run) -> Iterator[Part]:
 
 
 def _over_epoch(points: Sequence[Point]) -> list[Point]:
-    """Return the moving average over an epoch, at both ends of which updates are less stale."""
+    """Return the moving average over an epoch.
+
+    Updates at both ends of an epoch are less stale.
+    """
     return moving_average(points, max(1, len(points) // max(1, round(points[-1].epoch)))) if points else []
 
 
@@ -342,7 +345,7 @@ def _cut(run: Run) -> Iterator[Part]:
 
 
 def _unit_bars(run: Run) -> Part:
-    """Return the measured time of each unit, stage by stage in the model's order."""
+    """Return bars of the units' measured times, in order, stage by stage."""
     kinds = "forward", "backward"
     most = max((unit["forward"] + unit["backward"] for unit in run.units), default=0.0) or 1.0
     stages = [f"stage {k}: " for k, units in enumerate(run.start.get("stages", ())) for _ in range(units[0])]

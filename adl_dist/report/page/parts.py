@@ -1,4 +1,4 @@
-"""The parts of a page: for each a macro of the template, and all numbers that it draws."""
+"""The parts of a page, each a macro of the template with all its numbers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ def colour(number: int) -> str:
 
 
 def places(points: Sequence[Point], x: str = "epoch", scale: float = 1.0) -> list[tuple[float, float]]:
-    """Return x, an attribute of points, and the values; of a long curve only some."""
+    """Return (``x``, scaled value) of the points, or of some of a long curve."""
     return [(getattr(point, x), scale * point.value) for point in points[:: max(1, len(points) // MOST_POINTS)]]
 
 
@@ -67,7 +67,7 @@ def charts(drawn: Sequence[Part], caption: str, otherwise: str = "") -> Part:
 def chart(
     title: str, x_label: str, curves: Sequence[Curve], *, from_zero: bool = False, top: float | None = None
 ) -> Part:
-    """Return a chart in a square of 1000 that leaves out a few values far above all others.
+    """Return a chart in a square of 1000, clipped below a few high outliers.
 
     Args:
         title: name of the values.
@@ -138,7 +138,7 @@ def lanes(
     staleness: Callable[[Span], int | None],
     messages: Sequence[tuple[int, Action]] | None = None,
 ) -> Part:
-    """Return the drawing of ``spans``, of which ``length`` units of time fill the width.
+    """Return a drawing of ``spans`` on an axis of ``length`` units of time.
 
     Boxes have a class, x in percent, y in pixels, width, height, a text and a title; arrows a class and two places.
     ``messages`` are the receiving actions by their stage, by default those among ``spans``.
@@ -170,7 +170,7 @@ def _box(span: Span, length: float, stale: int | None) -> tuple[str, float, floa
 
 
 def timelines(drawn: Sequence[Part], num_stages: int, length: float, x_label: str, caption: str) -> Part:
-    """Return drawings of :func:`lanes` over one axis, ``length`` units of time long."""
+    """Return several :func:`lanes` on one axis of ``length`` units of time."""
     found = {box[0] for one in drawn for box in one["boxes"]}
     legend = {CSS[op]: label for op, (_, _, label) in STYLES.items()} | {"update": "update", "small": "load, send"}
     return {

@@ -82,7 +82,7 @@ class TrialResult(NamedTuple):
 
 @dataclass
 class Crossing:
-    """The tensors that arrived at one stage in one micro-batch, without elements."""
+    """One stage's incoming tensors of one micro-batch, without elements."""
 
     size: int  # number of samples
     acts: Tensors
@@ -91,7 +91,7 @@ class Crossing:
 
 
 def specs_of(seen: Sequence[tuple[int, Tensors]]) -> tuple[TensorSpec, ...]:
-    """Return the specs of tensors in micro-batches of several sizes; sizes that differ are open."""
+    """Merge the specs of tensors over micro-batches; leave varying sizes open."""
     found = []
     for tensors in zip(*(tensors for _, tensors in seen), strict=True):
         batched = all(t.ndim and len(t) == size for t, (size, _) in zip(tensors, seen, strict=True))
@@ -406,14 +406,14 @@ class StageRun:
         return None
 
     def _loss_in_evaluation(self, input_: Batch, target: Batch) -> Tensor:
-        """Return the loss of a forward in which samples do not depend on each other."""
+        """Return the loss of a forward in evaluation, with independent samples."""
         loss = self.forward(MicroBatch(input_, target), "a mean", training=False).loss
         assert loss is not None
         return loss
 
 
 def _divided(out: Any, target: Batch, n: int) -> tuple[list[Any], list[Batch]]:
-    """Divide an output and a target of four samples into halves, the first with samples 0 and ``n``."""
+    """Split output and target of four samples: 0 and ``n``, then the others."""
     halves = [0, n], [m for m in (1, 2, 3) if m != n]
     return [map_tensors(partial(_rows, rows=half), out) for half in halves], [rows_of(target, half) for half in halves]
 
@@ -423,7 +423,7 @@ def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 def _has_batch_first(out: Any, target: Batch) -> bool:
-    """Return whether the first dimension of all tensors in ``out`` is the batch; numbers have none."""
+    """Return whether dimension 0 of each non-scalar in ``out`` is the batch."""
     return all(len(leaf) == num_samples(target) for leaf in flatten_output(out) if leaf.ndim)
 
 
@@ -452,7 +452,7 @@ def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def change_values(parameters: Iterable[nn.Parameter]) -> None:
-    """Change weights in place, also relative to each other, so that a use of the old ones shows."""
+    """Change weights unevenly in place, to expose any use of the old ones."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for p in parameters:
             if p.numel() and not p.is_meta:
@@ -497,7 +497,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _check_output(out: Any, size: int, gets: str) -> None:
-    """Raise a ConfigError if the first tensor in ``out`` of the model is not of ``size`` samples."""
+    """Raise ConfigError unless ``out``'s first tensor has ``size`` samples."""
     first = logits_of(out)  # not numbers, like a penalty next to it, or what further outputs a model has
     if first is not None and len(first) != size:
         raise ConfigError(

@@ -171,7 +171,7 @@ class Trial:
         return StageRun([_copy(self.model)], self.spec, self.device, name)
 
     def _compared(self, chain: Chain, plan: StagePlan, sizes: Sequence[int]) -> StageRun:
-        """Compare the stages with the uncut model, as in training; return their run.
+        """Return the stages' run, compared with the uncut model as in training.
 
         Raises:
             PartitionError: If they differ; names the first unit that does.
@@ -228,7 +228,7 @@ class Trial:
 
 
 def _with_recorded(result: TrialResult, plan: StagePlan) -> TrialResult:
-    """Return the facts about a model on meta, with those recorded of each stage."""
+    """Return ``result`` of a model on meta with the recorded stages' facts."""
     acts, infos = dict(result.acts), {0: replace(result.infos[0], inputs=None)}
     for k in range(1, plan.num_stages):
         modes = [recorded_crossings(plan.modes[training], k - 1) for training in (True, False)]
@@ -240,7 +240,7 @@ def _with_recorded(result: TrialResult, plan: StagePlan) -> TrialResult:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run modules that the user has compiled as Python, without their compiler."""
+    """Run the user's compiled modules in the block without the compiler."""
     if "torch._dynamo" not in sys.modules:  # which takes a second to import, and compiling imports it
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -265,7 +265,7 @@ def keeps_ties(method: Method) -> str | None:
 
 
 def attempts(model: nn.Module, spec: TrainSpec, samples: Samples) -> Iterator[AbstractContextManager[TrainSpec]]:
-    """Yield blocks with a spec to try, until one succeeds or the last one fails.
+    """Yield contexts with a spec to try, until one succeeds or the last fails.
 
     A model that fails with channels_last may run in the plain memory format. A loss that returns (sum, count) is known
     only when it was called.
@@ -323,7 +323,7 @@ class Difference(NamedTuple):
 
 
 def first_difference(spec: TrainSpec, expected: Iterable[Results], found: Iterable[Results]) -> Difference | None:
-    """Return the first difference between the uncut model's results and the stages'.
+    """Return the first difference between the stages and the uncut model.
 
     Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding: they are summed in another
     order where stages use one value or one weight.
