@@ -1,4 +1,4 @@
-"""The limits on messages sent ahead: how many may be under way on each edge."""
+"""The limits on messages sent ahead: how many each edge may have."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Container, Mapping
