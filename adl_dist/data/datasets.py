@@ -5,12 +5,15 @@ builds them. torchvision and scikit-learn are imported late because each takes a
 them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -20,6 +23,7 @@ from adl_dist.errors import ConfigError, DataError, text_of
 from adl_dist.seeds import stream_seed
 
 MOST_KEPT = 64  # enlarged patterns of synthetic images
+BLOCK_BYTES = 2**26  # above 2**25, for which malloc takes memory of its own
 Datasets = tuple[Dataset[Any], Dataset[Any]]
 Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation per channel, of values in [0, 1]
 
@@ -222,14 +226,13 @@ class _Reader:
     """A reader of images that applies the resizing of all epochs."""
 
     def __init__(self, resize: Callable[[Any], Any] | None, *, cache: bool) -> None:
-        self._resize, self._cache = resize, cache
-        self._kept: dict[str, Any] = {}
+        self._resize, self._cache = resize, _DecodedImages() if cache else None
 
     def __call__(self, path: str) -> Any:
         from torchvision.datasets.folder import default_loader
 
-        if path in self._kept:
-            return self._kept[path]
+        if self._cache is not None and (known := self._cache.get(path)) is not None:
+            return known
         try:
             image = default_loader(path)
         except (OSError, SyntaxError, ValueError) as error:  # what PIL raises depends on the format and the damage
@@ -237,9 +240,39 @@ class _Reader:
                 f"{path}: expected an image, but it cannot be read ({text_of(error)}); replace or remove the file"
             ) from error
         image = image if self._resize is None else self._resize(image)
-        if self._cache:
-            self._kept[path] = image
+        if self._cache is not None:
+            self._cache.put(path, image)
         return image
+
+
+class _DecodedImages:
+    """Decoded images [H, W, 3] by path, in few blocks of memory.
+
+    Images allocated one by one would come to lie between activations, and keep malloc from using their memory again.
+    """
+
+    def __init__(self) -> None:
+        self._block, self._used = np.empty(0, np.uint8), 0
+        self._places: dict[str, tuple[NDArray[np.uint8], int, tuple[int, ...]]] = {}
+
+    def put(self, path: str, image: Any) -> None:
+        """Keep a copy of ``image``, a PIL image."""
+        pixels = np.asarray(image)
+        if self._used + pixels.size > len(self._block):
+            self._block, self._used = np.empty(max(BLOCK_BYTES, pixels.size), np.uint8), 0
+        self._places[path] = self._block, self._used, pixels.shape
+        self._pixels(path)[:] = pixels
+        self._used += pixels.size
+
+    def get(self, path: str) -> Any:
+        """Return the image at ``path``, or None."""
+        from PIL import Image
+
+        return Image.fromarray(self._pixels(path)) if path in self._places else None
+
+    def _pixels(self, path: str) -> NDArray[np.uint8]:
+        block, start, shape = self._places[path]
+        return block[start : start + math.prod(shape)].reshape(shape)
 
 
 def synthetic(

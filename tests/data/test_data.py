@@ -1,5 +1,6 @@
 """The samples of a run are functions of (seed, epoch, index), and bad data gets a message."""
 
+import gc
 import hashlib
 import itertools
 import multiprocessing
@@ -399,8 +400,9 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
         ((x, _),) = Loader(train, seed=3, shuffle=False, num_workers=num_workers).batches(epoch, [4])
         for index, image in enumerate(x):
             assert torch.equal(image, expected[epoch, index])
-        if cache:  # nothing is read twice
+        if cache:  # nothing is read twice, and no image has memory of its own: it would lie between activations
             shutil.rmtree(tmp_path, ignore_errors=True)
+            assert not [each for each in gc.get_objects() if isinstance(each, Image.Image)]
 
 
 def built(*overrides):
