@@ -61,10 +61,11 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             recorder = Recorder(model, recording, training=training)
             unchanged = 0
             for run in range(MOST_RUNS):
-                calls = len(recorder.mode.calls)
+                known_of_run = len(recorder.mode.calls), recorder.follows_python
                 with torch.set_grad_enabled(training):
                     recorder.observe(batches[run % len(batches)])
-                unchanged = unchanged + 1 if len(recorder.mode.calls) == calls else 0
+                is_new = known_of_run != (len(recorder.mode.calls), recorder.follows_python)
+                unchanged = 0 if is_new else unchanged + 1
                 if run + 1 >= len(batches) and unchanged >= (4 if recorder.mode.draws else 1):
                     break
             recorder.finish()
@@ -160,6 +161,7 @@ class Recorder(TorchFunctionMode):
         self._first: list[Key] | None = None
         self._memories: dict[tuple[int, int], int] = {}
         self.is_paused = False
+        self.follows_python = False  # whether Python and numpy draw in a forward; if so, after which calls
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
         self._sized_by_elements: set[Call] = set()
@@ -218,7 +220,7 @@ class Recorder(TorchFunctionMode):
                 self._value(tensor, state_label(name))
         self._at_start = dict(held_tensors(self.model))
         args, kwargs = self._inputs(batch)
-        self._drawn = _streams()
+        at_start, self._drawn = _streams(), self._streams()
         Watch.active = self
         try:
             with _intercepted(self.model, self.names, self), self:
@@ -226,6 +228,7 @@ class Recorder(TorchFunctionMode):
         finally:
             Watch.active = None
         self._note_draws()
+        self.follows_python |= bool(_streams().difference(at_start) - {"torch"})
         for leaf in tensors_in(out):
             fact = self._fact(leaf)
             if fact.label is not None:
@@ -392,7 +395,7 @@ class Recorder(TorchFunctionMode):
             self.inside = None
         if work is not None:
             call.flops, call.nbytes = work.flops, work.nbytes
-        after = _streams()
+        after = self._streams()
         if moved := after.difference(before):
             if call.is_tainted:
                 call.draws = True
@@ -653,9 +656,12 @@ class Recorder(TorchFunctionMode):
 
     def _note_draws(self) -> None:
         """Note the random numbers drawn by Python since the last call."""
-        now = _streams()
+        now = self._streams()
         self._note_common_draws(now.difference(self._drawn))
         self._drawn = now
+
+    def _streams(self) -> Streams:
+        return _streams(only_torch=not self.follows_python)
 
     def _note_common_draws(self, names: set[str]) -> None:
         if names:
@@ -717,8 +723,8 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _streams() -> Streams:
-    return Streams(torch.device("cuda") if torch.cuda.is_initialized() else None)
+def _streams(*, only_torch: bool = False) -> Streams:
+    return Streams(torch.device("cuda") if torch.cuda.is_initialized() else None, only_torch=only_torch)
 
 
 def _to_meta(tensor: Tensor) -> Tensor:
