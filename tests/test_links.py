@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from adl_dist.cli.plan.command import codec_lines
+from adl_dist.cli.plan.output import codec_lines
 from adl_dist.codecs import Codecs, CodingCost, PerMessage
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, parse_links

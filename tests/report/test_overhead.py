@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import adl_dist
-from adl_dist.report.comparison import goals, overhead_rows
+from adl_dist.report.overhead import goals, overhead_rows
 from adl_dist.report.runs import Run, read_runs
 from tests.support.commands import in_process, shows
 

@@ -5,8 +5,8 @@ from itertools import accumulate, pairwise
 
 import yaml
 
-from adl_dist.report.comparison import moving_average
 from adl_dist.report.goal import KNOWN, LOWEST, falls
+from adl_dist.report.overhead import moving_average
 from adl_dist.report.page import parts
 from adl_dist.report.page.parts import MISSING, VERBATIM, Curve, Part, bar, chart, colour, places, table, text
 from adl_dist.report.progress import PEAKS, coded_rows, holders

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.comparison import overhead_note, overhead_rows
+from adl_dist.report.overhead import overhead_note, overhead_rows
 from adl_dist.report.page import parts
 from adl_dist.report.page.one_run import NO_TIMELINE, results, stage_table, title_of
 from adl_dist.report.page.parts import MISSING, Curve, Part, chart, colour, places, table, text
