@@ -32,6 +32,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what is imported stays: the collector would look at 700,000 objects again and again
+    gc.set_threshold(20_000, 50, 100)
 
 
 def pytest_runtest_setup(item):

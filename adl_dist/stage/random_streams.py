@@ -1,4 +1,4 @@
-"""The seeds of dropout and of other draws, by epoch, stage and micro-batch."""
+"""The seeds of dropout and other draws, by epoch, stage and micro-batch."""
 
 from collections.abc import Collection
 from functools import lru_cache
