@@ -5,6 +5,7 @@ import logging
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
 
 from adl_dist.wording import worded
 
@@ -121,6 +122,25 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(HERE)]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in [*frames, *own][-1:])
+
+
+def without_own_frames(error: AdlError) -> AdlError:
+    """Return ``error`` without frames of adl_dist, also in its causes.
+
+    Its text says where the mistake is; a script's traceback then ends right after the script's own line.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        frames, kept = [], None
+        trace = one.__traceback__
+        while trace is not None:
+            frames.append(trace)
+            trace = trace.tb_next
+        for trace in reversed(frames):
+            if not trace.tb_frame.f_code.co_filename.startswith(HERE):
+                kept = TracebackType(kept, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+        one.__traceback__, one = kept, one.__cause__
+    return error
 
 
 def describe(error: BaseException) -> str:

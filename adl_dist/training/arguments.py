@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data import Loading
 from adl_dist.distributed.world import world_of_process
-from adl_dist.errors import ConfigError
+from adl_dist.errors import AdlError, ConfigError, without_own_frames
 from adl_dist.losses import ModelLoss
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method
@@ -48,6 +48,8 @@ def one_at_a_time(method: F) -> F:
         trainer.running = method.__name__
         try:
             return method(trainer, *args, **kwargs)
+        except AdlError as error:
+            raise without_own_frames(error) from error.__cause__
         finally:
             trainer.running = None
             if method.__name__ == "fit":

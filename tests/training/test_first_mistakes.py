@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import os
 import re
+import traceback
 from functools import partial
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import log_to
-from adl_dist.errors import CallbackError, ConfigError, DataError
+from adl_dist.errors import CallbackError, ConfigError, DataError, PartitionError
 from adl_dist.report.recorder import tag_of
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
@@ -122,6 +124,19 @@ def test_a_forward_that_takes_gradients_is_told_of_evaluation():
 def test_a_failing_layer_is_named():
     with pytest.raises(ConfigError, match=r"fails on it in Linear\(in_features=3, out_features=2.*\): RuntimeError"):
         fit(toy_trainer(1, model=nn.Sequential(nn.Flatten(), nn.Linear(3, 2))))
+
+
+@pytest.mark.parametrize("K", [2, 9])
+def test_a_traceback_has_no_frames_of_ours(K):
+    """A layer of another size, and more stages than units: the script's line, one wrapper, and torch's own frames."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(71 + (K > 2), 8), nn.ReLU(), nn.Linear(8, 5))
+    with pytest.raises((ConfigError, PartitionError)) as raised:
+        toy_trainer(K, model=model, balance="flops").fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+    error, frames = raised.value, []
+    while error is not None:
+        frames += [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        error = error.__cause__
+    assert [code.co_name for code in frames if "/adl_dist/" in code.co_filename.replace(os.getcwd(), "")] == ["alone"]
 
 
 def test_inference_mode_around_a_training_changes_nothing():

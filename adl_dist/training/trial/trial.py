@@ -118,9 +118,10 @@ class Trial:
         except (AdlError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the user's own forward can raise anything
-            exhaust(self._uncut().run(self.samples, backward=False))
-            given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
-            raise forward_error(f"the model gets {given}", error, training=True) from error
+            failed = error
+        exhaust(self._uncut().run(self.samples, backward=False))
+        given = ", ".join(str(TensorSpec.of(t)) for t in tensors_of(self.samples.one[0]))
+        raise forward_error(f"the model gets {given}", failed, training=True) from failed
 
     def run(self, chain: Chain | None = None, sizes: Sequence[int] = (), *, verify: bool = False) -> TrialResult:
         """Run the stages, or the model itself, and return facts about them.
