@@ -20,7 +20,7 @@ from torch import Tensor
 from adl_dist.checkpoint import layout, tensor_files
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.tensor_files import Shard
-from adl_dist.errors import AdlError, StageFailed, TakenOverError, in_one_line, text_of
+from adl_dist.errors import AdlError, CheckpointError, StageFailed, TakenOverError, in_one_line, text_of
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
@@ -118,8 +118,16 @@ class Saver:
         self._begun = path, write_parts(path, token, self.policy.background), token
 
     def complete(self, manifest: Mapping[str, Any]) -> None:
-        """Complete the save that has begun, if any, by its manifest."""
+        """Complete the save that has begun, if any, by its manifest.
+
+        A checkpoint that was there already gets the figures that it lacks: those of an evaluation that had failed.
+        """
         if self._begun is None:
+            if self._saved is not None:
+                try:
+                    layout.add_metrics(self._saved, manifest["metrics"])
+                except (OSError, CheckpointError) as error:
+                    warn(f"{self._saved}: the figures of its evaluation could not be added: {in_one_line(error)}")
             return
         arguments, self._begun = (manifest, *self._begun), None
         if self.policy.background:

@@ -118,6 +118,14 @@ def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Dige
     return path
 
 
+def add_metrics(path: PurePath, metrics: Mapping[str, Any]) -> None:
+    """Add the figures of an evaluation to a complete checkpoint without any."""
+    manifest = read_manifest(path)
+    if metrics and not manifest["metrics"]:
+        text = {**manifest, "metrics": dict(metrics)}
+        storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+
+
 def remove(path: PurePath) -> None:
     """Remove a checkpoint, its manifest first, so that no reader trusts it."""
     storage.delete(path / MANIFEST)

@@ -144,8 +144,10 @@ class Coordinator:
             self.callbacks.call("on_start", self._moment())
             if self.callbacks.asked is not None:
                 self.progress.note(f"nothing is trained: ended by {self.callbacks.asked}")
-            if self._is_over and not self._metrics and self.plan.num_validation:  # its evaluation had failed
-                self._end_epoch()
+            if (self._update or self._is_over) and not self._metrics and self.plan.num_validation:
+                self._end_epoch()  # its evaluation had failed, or a process was killed there
+                if self._evaluated_at is not None and (self._is_over or self._is_to_be_saved):
+                    self._save()
             stopped = None
             while stopped is None and not self._is_over:
                 self._train_one()
@@ -302,6 +304,7 @@ class Coordinator:
         self._note(note)
         self._note(state.dropped_note(path, manifest))
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
+        self._last_epoch = max(0, self._epoch - (self._sample == 0))
         self._metrics = dict(manifest["metrics"])
         self.callbacks.restore(manifest.get("callbacks", []), self._update)
         if not self._is_over:

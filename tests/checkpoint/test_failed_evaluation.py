@@ -1,9 +1,12 @@
 """An evaluation that fails costs no epoch: what was trained is in a checkpoint, and continues to the same bits."""
 
+import json
+
 import pytest
 
 import adl_dist
 from adl_dist import EpochMetric
+from adl_dist.checkpoint import layout
 from adl_dist.errors import AdlError
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
@@ -50,10 +53,18 @@ def failed(run_dir, fault, epochs):
         fit(run_dir, *FAULTS[fault], epochs=epochs)
 
 
+def evaluations(run_dir):
+    """The records of evaluations, and those in the manifests, which tell the best checkpoint."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    saved = [layout.read_manifest(path)["metrics"] for path in layout.complete(run_dir / "checkpoints")]
+    return [record for record in records if record["name"].startswith("validation/")], saved
+
+
 def check(run_dir, epochs):
-    """The first of ``epochs`` is saved, and continues as if nothing had been; the last one is evaluated then."""
+    """The first of ``epochs`` is saved, and continues as if nothing had been: its evaluation comes first."""
     assert [file.parent.name for file in run_dir.glob("checkpoints/*/manifest.json")] == [f"update-{UPDATES:08d}"]
-    (trainer, summary), (whole, expected) = fit(run_dir, epochs=epochs), fit(None, epochs=epochs)
+    (trainer, summary), (whole, expected) = fit(run_dir, epochs=epochs), fit(run_dir / "whole", epochs=epochs)
+    assert evaluations(run_dir) == evaluations(run_dir / "whole")
     assert_same(trainer.full_state_dict(), whole.full_state_dict())
     assert summary["validation_loss"] == expected["validation_loss"]
 

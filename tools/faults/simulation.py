@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -24,8 +23,6 @@ SEEDS_PER_JOB = 10
 MOST_STARTS = 10
 CALM = Attempt()
 MEMORY = Path("/dev/shm")
-# Of an evaluation that failed, whose checkpoint cannot be the best one.
-LOST_VALIDATION = re.compile(r"metrics: \('validation/.* lost|checkpoints: .*")
 
 
 @dataclass
@@ -76,7 +73,6 @@ class _Simulation:
         self._plan = draw_plan(seed, num_events=self._whole.disk.num_events, stops=self._job.stops_as_planned)
         self._story = Story(seed, [f"seed {seed}: {self._job}"])
         self._is_whole = True  # whether every checkpoint and every record must be there
-        self._is_validated = True  # whether no evaluation has failed, which saves all the same and is not repeated
         self._spoilt = {}  # damaged files of checkpoints, from which no run should continue
 
     def run(self):
@@ -118,16 +114,13 @@ class _Simulation:
         elif error is None:
             weights = trainer.full_state_dict()
             wrong = [f"weights: {name}" for name, w in self._weights.items() if not torch.equal(w, weights[name])]
-            differences = RunEnd(self._run_dir).differences(self._expected, is_whole=self._is_whole)
-            wrong += [one for one in differences if self._is_validated or not LOST_VALIDATION.fullmatch(one)]
+            wrong += RunEnd(self._run_dir).differences(self._expected, is_whole=self._is_whole)
             story.wrong = ", ".join(wrong)
             return True
         elif _is_refusal(error, self._run_dir) and {file.parent for file in self._spoilt}.issuperset(saved):
             shutil.rmtree(self._run_dir)  # "start again with another run_dir"
             self._spoilt.clear()
-        elif isinstance(error, StageBroke):
-            self._is_validated = False
-        elif not _is_due(error, process):
+        elif not isinstance(error, StageBroke) and not _is_due(error, process):
             story.wrong = f"ended with {error!r}, which nothing of what was planted explains"
         return bool(story.wrong)
 
