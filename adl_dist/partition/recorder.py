@@ -61,11 +61,10 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             recorder = Recorder(model, recording, training=training)
             unchanged = 0
             for run in range(MOST_RUNS):
-                known_of_run = len(recorder.mode.calls), recorder.follows_python
+                known_before = recorder.known()
                 with torch.set_grad_enabled(training):
                     recorder.observe(batches[run % len(batches)])
-                is_new = known_of_run != (len(recorder.mode.calls), recorder.follows_python)
-                unchanged = 0 if is_new else unchanged + 1
+                unchanged = unchanged + 1 if recorder.known() == known_before else 0
                 if run + 1 >= len(batches) and unchanged >= (4 if recorder.mode.draws else 1):
                     break
             recorder.finish()
@@ -200,6 +199,11 @@ class Recorder(TorchFunctionMode):
             found[name] = inside and self.is_followed[name] | _is_list(module)
         return found
 
+    def known(self) -> tuple[Any, ...]:
+        """Return the findings that a further run may add to."""
+        varying = [key for key, call in self.mode.calls.items() if call.varies]
+        return len(self.mode.calls), self.follows_python, varying
+
     # One run
 
     def observe(self, batch: Batch) -> None:
@@ -333,7 +337,8 @@ class Recorder(TorchFunctionMode):
         leaves = tensors_in((args, kwargs))
         key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
         lengths = [*map(len, lists)]
-        call.varies |= self._states.get(call.key, before) != before
+        # As in the newest runs: many models set attributes in their first forward, like a problem_type.
+        call.varies = self._states.get(call.key, before) != before
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)

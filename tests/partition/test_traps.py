@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adl_dist.partition import Chain
 from tests.support.staged import compare
 
 TRAPS, BATCHES = {}, {}
@@ -756,3 +757,20 @@ def test_a_trap_is_equal_or_refused_by_name(name):
 def test_what_must_be_equal_is():
     assert not {*MUST_BE_EQUAL} & {*REFUSED}
     assert len(TRAPS) == 43
+
+
+class SetOnce(SizeFromAnAttribute):
+    """As in models of transformers with labels, whose first forward sets the problem_type of all layers."""
+
+    def forward(self, x):
+        out = self.c(self.b(self.a(x)))
+        self.b.kind = "text"
+        return out.sum(1)
+
+
+@pytest.mark.parametrize(("build", "varies"), [(SetOnce, False), (SizeFromAnAttribute, True)])
+def test_shapes_are_computed_anew_only_where_they_may_change(build, varies):
+    """Each takes a millisecond of every micro-batch in which the layer is skipped."""
+    chain = Chain(build().double(), DEFAULT_BATCHES[:2], granularity="layer")
+    (planned,) = chain.plan([1] * len(chain.units)).modes[True].root.modules["b"]
+    assert planned.varies is varies
