@@ -228,6 +228,8 @@ CHECKED = {
     "root": (lambda out, target: by_hand(out, target).sqrt(), OUTS, OF_SIZES, NO_MEAN),
     "contrastive": (contrastive, OUTS, OF_SIZES, NO_MEAN),
     "padding": (by_hand, OF_TOKENS, PADDED, "no mean over the samples"),
+    "alike": (by_hand, tuple(0.02 * out for out in OF_TOKENS), PADDED, "no mean over the samples"),
+    "a difference": (lambda out, target: (out + 30).mean() - (out * 0 + 30).mean(), OUTS, OF_SIZES, None),
     "other terms": (miscounted, OF_TOKENS, PADDED, "no mean over the terms that it counts: of 27 it is"),
 }
 

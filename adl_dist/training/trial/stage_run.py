@@ -388,9 +388,13 @@ class StageRun:
         is_mean = spec.loss_reduction == "batch" or is_known_mean(spec.loss_fn)  # as declared, or torch's own
         if is_mean or spec.pipeline.micro_batches_per_update == 1 or len(self._outputs) < 2:
             return None
-        (one, first), (two, second), loss_fn = *self._outputs, self._loss_fn
+        (one, first), (two, second), loss_fn, more = *self._outputs, self._loss_fn, dict[str, str]()
         if isinstance(loss_fn, ModelLoss):  # which needs a forward of both together
             (one, first), (two, second), loss_fn = *samples.pair, self._loss_in_evaluation
+            more["give"] = (
+                "use adl_dist.losses.ModelLoss(num_terms=f) with a function f(target), of target[:, 1:] if the model "
+                "shifts its labels"
+            )
         try:
             with self._within():
                 terms = loss_terms(self._loss_fn, samples.one[1])
@@ -400,7 +404,7 @@ class StageRun:
                 if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
                     pairs = [_divided(two, second, n) for n in (1, 2, 3)]  # in any way, as lengths may alternate
                 for outs, targets in pairs:
-                    check_is_mean(self.last, loss_fn, outs, targets, terms)
+                    check_is_mean(self.last, loss_fn, outs, targets, terms, **more)
         except ConfigError as error:  # evaluation may do with such a loss, and training come after it
             return str(error)
         return None
