@@ -81,12 +81,14 @@ class DivergedError(AdlError, ArithmeticError):
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
-        super().__init__(
-            f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); the last checkpoint is kept, if there is "
-            "one. In a new run_dir, lower optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise "
-            "method.accumulation_steps, which lowers the staleness; "
-            + ("no rate has acted yet: look for NaN in the data" if update == 0 else "or is there NaN in the data?")
-        )
+        way_out = "no rate has acted yet: look for NaN in the data"
+        if update:
+            way_out = (
+                "the last checkpoint is kept, if there is one. In a new run_dir, lower optimizer.lr, lengthen "
+                "lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the staleness; or is "
+                "there NaN in the data?"
+            )
+        super().__init__(f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); {way_out}")
 
 
 class ScheduleError(AdlError, RuntimeError):

@@ -272,8 +272,9 @@ class RunFolder:
             shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
-                f"run_dir={self.place} belongs to another run: {shown}{more}; choose another run_dir, "
-                "or give the run's own settings to continue it"
+                f"run_dir={self.place} belongs to another run: {shown}{more}; choose another run_dir "
+                "(with resume=CHECKPOINT to begin with the weights of this one), or give the run's own settings to "
+                "continue it"
             )
 
 

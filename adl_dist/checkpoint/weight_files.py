@@ -63,10 +63,13 @@ class WeightFiles:
         there = {n: list(at.shape) if isinstance(at, Stored | Tensor) else type(at).__name__ for n, at in held.items()}
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
+                way_out = "use the model= and data= that it was made with, or save it under the names of this model"
+                if isinstance(here.get(name), list) and isinstance(there.get(name), list):
+                    way_out = f"init_skip=[{name.rpartition('.')[0]}.*] leaves it out, as for a new head"
                 raise CheckpointError(
                     f"init_from={self.path} is of another model: {name} is {here.get(name, 'missing')} in this model "
                     f"and {there.get(name, 'missing')} in the file, which begins with {next(iter(there), 'nothing')}; "
-                    "use the model= and data= that it was made with, or save it under the names of this model"
+                    f"{way_out}"
                 )
         names_of: dict[int, list[str]] = {}
         for name in sorted(state.keys() & self.tensors.keys()):

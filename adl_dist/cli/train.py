@@ -100,5 +100,5 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     if config.runtime.report:
         lines.append(f"report           {run_dir}/{REPORT}")
     if config.runtime.tensorboard:
-        lines.append(f"learning curves  tensorboard --logdir {Path(str(run_dir)).parent}")
+        lines.append(f"learning curves  tensorboard --logdir {str(run_dir).rpartition('/')[0] or '.'}")
     return "\n".join([*lines, f"plain weights    adl-dist export run_dir={run_dir} out=model.pt"])

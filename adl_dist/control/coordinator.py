@@ -143,7 +143,9 @@ class Coordinator:
             self._resume()
             self.callbacks.call("on_start", self._moment())
             if self.callbacks.asked is not None:
-                self.progress.note(f"nothing is trained: ended by {self.callbacks.asked}")
+                self.progress.note(
+                    f"nothing is trained: ended by {self.callbacks.asked}; change that callback to go on"
+                )
             if (self._update or self._is_over) and not self._metrics and self.plan.num_validation:
                 self._end_epoch()  # its evaluation had failed, or a process was killed there
                 if self._evaluated_at is not None and (self._is_over or self._is_to_be_saved):

@@ -17,15 +17,17 @@ from adl_dist.distributed import parent_process
 from adl_dist.report import tell
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM is usually configured to send SIGUSR1
-ECHO_SECONDS = 1.0
+# Of a signal that reaches a process twice: a scheduler sends SIGTERM to every process, and a launcher among them passes
+# it on; timeout passes on the SIGINT of a terminal, which has sent it to the whole group.
+ECHO_SECONDS = {signal.SIGTERM: 1.0, signal.SIGINT: 0.3}
 CAUSE_SECONDS = 2.0  # for the main thread to report the process that is gone, and end
 
 
 class SignalEscalation:
     """The rule by which a signal asks a process to stop or ends it at once.
 
-    The second SIGTERM or SIGINT ends it, except for the echo of a SIGTERM: a scheduler sends it to every process, and a
-    launcher among them passes it on. SIGUSR1 always asks; launchers pass on every signal as SIGUSR1.
+    The second SIGTERM or SIGINT ends it, except for an echo of the first. SIGUSR1 always asks; launchers pass on every
+    signal as SIGUSR1.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,7 @@ class SignalEscalation:
         if self._first is None:
             self._first = number, now
             return False
-        return not (number == signal.SIGTERM == self._first[0] and now - self._first[1] < ECHO_SECONDS)
+        return number != self._first[0] or now - self._first[1] >= ECHO_SECONDS[signal.Signals(number)]
 
 
 @contextlib.contextmanager

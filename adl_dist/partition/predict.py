@@ -370,4 +370,6 @@ def advise(
     stale = f"gradients of stage 0 are {choice.staleness_mean[0]:.3g} updates old on average"
     if choice.codecs != PLAIN:
         why = f"with runtime.codec={choice.codecs.activations}, which rounds what it sends, {why}"
+    if any(choice.staleness_mean) and pipeline.num_stages > 2 and not pipeline.method.mitigation:
+        stale += ", of which experiment=recommended loses less (docs/choose.md)"
     return choice, f"{why}; {stale if any(choice.staleness_mean) else 'no gradient is stale'}"

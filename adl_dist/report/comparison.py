@@ -157,7 +157,8 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 
 def _name(run: Run) -> str:
-    return f"{run.label}, K = {run.num_stages}, seed {run.seed}"
+    continued = f", continued at update {run.first_update}" if run.first_update else ""
+    return f"{run.label}, K = {run.num_stages}, seed {run.seed}{continued}"
 
 
 def _memory_table(runs: Sequence[Run]) -> list[str]:

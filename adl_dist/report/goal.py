@@ -47,7 +47,7 @@ class Goal:
             )
         if self.metric is not None and self.best is None and self.metric not in KNOWN:
             raise ConfigError(
-                f"best_metric={self.metric}: it is not known which way it is better{did_you_mean(self.metric, KNOWN)}; "
+                f"metric {self.metric}: it is not known which way it is better{did_you_mean(self.metric, KNOWN)}; "
                 f"give {HIGHEST} or {LOWEST} as best_mode, and the name as in metrics.jsonl, like validation_loss"
             )
 

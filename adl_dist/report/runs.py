@@ -137,6 +137,11 @@ class Run:
         return int(self.config.get("seed", 0))
 
     @property
+    def first_update(self) -> int:
+        """The first recorded update; above 0 if the run continues another."""
+        return next((point.update for point in self.curves.get("train/loss", ())), 0)
+
+    @property
     def accumulation_steps(self) -> int:
         """M, which is 1 for another system."""
         return int(self.method.get("accumulation_steps", 1))
@@ -263,7 +268,8 @@ def _curves(run: Run, path: Path) -> dict[str, list[Point]]:
         update, number, elapsed = record["update"], record["epoch"], record.get("elapsed_seconds")
         epoch = number + (update - first[number] + 1) / (longest if number == last else length[number])
         if record["name"] == "train/loss":
-            samples += int(record.get("num_samples", 0))
+            size = int(record.get("num_samples", 0))
+            samples += size if curves.get("train/loss") else size * (update + 1)  # of the run that it continues, too
         if isinstance(elapsed, (int, float)) and math.isfinite(elapsed):
             if elapsed < before or number != of_epoch:  # of the next segment
                 of_segments, before = of_segments + before, 0.0

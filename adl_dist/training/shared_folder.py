@@ -41,6 +41,10 @@ def share_folder(
     folder = _counting(folder, values["place"], Path(values["token"]), world.rank)
     if folder is None:
         return None, values
+    if world.is_distributed and str(folder.place).startswith("memory:"):
+        raise ConfigError(
+            f"run_dir={folder.place}: each process has a memory of its own; give a folder, s3:// or gs://"
+        )
     if not world.is_distributed or not isinstance(folder.place, Path):
         return folder, values
     folder.is_shared = world.rank == 0 or (folder.path / values["token"]).exists()

@@ -67,7 +67,7 @@ SETTINGS = {
         "seed='${oc.decode:${oc.env:SEED}}'",
     ],
     # models and data that do not go together
-    "model=gpt": ["has no vocab_size, which model=gpt needs; use model=gpt with data=tokens, or give model.vocab_size"],
+    "model=gpt": ["has no vocab_size, which model=gpt needs; give model.vocab_size=VALUE, or choose another data"],
     "data=imagefolder": ["data.root must be given: add data.root=VALUE"],
     # open nodes: what they name, and its arguments
     "model.dept=3": ["there is no key 'model.dept'; did you mean 'model.depth'?; ", "takes depth, num_classes"],

@@ -380,6 +380,11 @@ def test_validation_images_are_resized_cropped_and_normalised(image_size, resize
                 torch.testing.assert_close(image, preset(Image.open(path).convert("RGB")))
 
 
+def num_images():
+    gc.collect()
+    return sum(issubclass(type(each), Image.Image) for each in gc.get_objects())
+
+
 @pytest.mark.parametrize(
     ("image_size", "cache", "num_workers"), [(24, False, 0), (24, True, 0), (224, False, 1), (224, True, 0)]
 )
@@ -391,7 +396,7 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
     geometry = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()]
     if image_size == 24:
         geometry = [v2.Resize(24), v2.RandomCrop(24, padding=3), v2.RandomHorizontalFlip()]
-    expected = {}
+    expected, before = {}, num_images()
     for epoch, (index, (path, _)) in itertools.product(range(2), enumerate(train.samples)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(3, "sample", epoch, index))
@@ -402,7 +407,7 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
             assert torch.equal(image, expected[epoch, index])
         if cache:  # nothing is read twice, and no image has memory of its own: it would lie between activations
             shutil.rmtree(tmp_path, ignore_errors=True)
-            assert not [each for each in gc.get_objects() if isinstance(each, Image.Image)]
+            assert num_images() == before
 
 
 def built(*overrides):

@@ -11,13 +11,13 @@ from adl_dist.report.runs import Run, read_runs
 from tests.support.commands import in_process, shows
 
 
-def made(folder, losses, *, updates, every=10, samples=64, name="validation", method="adl", seed=0, **config):
+def made(folder, losses, *, updates, every=10, samples=64, name="validation", method="adl", seed=0, first=0, **config):
     """A run of ``updates`` of half a second, with a validation after each tenth."""
     folder.mkdir(parents=True)
     lines = []
     for update in range(updates):
         loss = losses[update] if name == "train" else 9.0
-        where = {"update": update, "epoch": 0}
+        where = {"update": first + update, "epoch": 0}
         lines.append({"name": "train/loss", "value": loss, "num_samples": samples, **where})
         lines[-1]["elapsed_seconds"] = (update + 1) / 2
         if name == "validation" and (update + 1) % every == 0:
@@ -50,6 +50,14 @@ def test_between_two_validations_a_loss_is_reached_in_proportion(tmp_path):
     expected = [(4.0, (12.5, 400, 6.25)), (3.0, (15, 480, 7.5)), (2.0, (17.5, 560, 8.75)), (1.0, (20, 640, 10.0))]
     assert reached(run, reference) == expected
     assert [goal.ratio for goal in goals(Run(run), Run(reference))] == [0.625, 0.375, 560 / 1920, 0.25]
+
+
+def test_a_run_that_continues_another_has_the_samples_before(tmp_path):
+    """By ``resume=`` in a folder of its own, which does not know the seconds before."""
+    reference = made(tmp_path / "a", [4.0, 3.0, 2.0, 1.0], updates=40)
+    run = made(tmp_path / "b", [2.0, 1.0], updates=20, first=20)
+    assert reached(run, reference)[2:] == [(2.0, (30, 1920, 5.0)), (1.0, (40, 2560, 10.0))]
+    shows(adl_dist.compare([reference, run]), ["seed 0, continued at update 20 |"])
 
 
 def test_a_reference_whose_loss_rises_again_sets_its_lowest(tmp_path):

@@ -370,7 +370,7 @@ def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, s
         return f"{missing} must be given: add {missing}=VALUE"
     if match := re.search(r"Interpolation key 'data\.([^']*)' not found", text):
         data, other = (f"{name}={(choices or {}).get(name, 'custom')}" for name in ("data", key.partition(".")[0]))
-        return f"{data} has no {match[1]}, which {other} needs; use model=gpt with data=tokens, or give {key}=VALUE"
+        return f"{data} has no {match[1]}, which {other} needs; give {key}=VALUE, or choose another data"
     if "Unsupported interpolation type" in text or "HydraConfig was not set" in text:
         return f"{first}; {RESOLVERS}"
     if "resolving interpolation" in text:
@@ -398,10 +398,11 @@ def _unknown_choice(group: str, name: str) -> str:
 def _did_you_mean(key: str, value: str = "") -> str:
     """Return a hint at the key that is closest, as a whole or by its end."""
     known = {name: name for name in sorted(_known_keys()) if not key.startswith(f"{name}.")}
-    close = [known[one] for one in difflib.get_close_matches(key, known, n=1)]
+    tails = {name.rpartition(".")[2]: name for name in known} | dict.fromkeys(("lr", "learning_rate"), "optimizer.lr")
+    tail = key.rpartition(".")[2]
+    close = [tails[tail]] if tail in tails else [known[one] for one in difflib.get_close_matches(key, known, n=1)]
     if not close:
-        tails = {name.rpartition(".")[2]: name for name in known}
-        close = [tails[one] for one in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1)]
+        close = [tails[one] for one in difflib.get_close_matches(tail, tails, n=1)]
     return f"; did you mean '{close[0]}{value}'?" if close else ""
 
 
