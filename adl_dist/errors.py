@@ -82,7 +82,7 @@ class DivergedError(AdlError, ArithmeticError):
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
         way_out = "no rate has acted yet: look for NaN in the data"
-        if update:
+        if update or "validation" in what:  # which comes after the update
             way_out = (
                 "the last checkpoint is kept, if there is one. In a new run_dir, lower optimizer.lr, lengthen "
                 "lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the staleness; or is "
