@@ -184,10 +184,9 @@ def read_manifest(path: PurePath) -> dict[str, Any]:
     """
     with reading(path, MANIFEST):
         if not is_complete(path):
-            newest = complete(path / "checkpoints")[-1:] or ["runs/NAME/checkpoints/update-00000042"]
-            raise CheckpointError(
-                f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like {newest[0]}"
-            )
+            newest = complete(path / "checkpoints")[-1:]
+            like = newest[0] if newest else "runs/NAME/checkpoints/update-00000042"
+            raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like {like}")
         manifest = dict(json.loads(storage.read(path / MANIFEST)))
         expected = manifest.pop("sha256", None)
         is_as_written = expected == _checksum(manifest)
