@@ -144,7 +144,7 @@ class Coordinator:
             self.callbacks.call("on_start", self._moment())
             if self.callbacks.asked is not None:
                 self.progress.note(
-                    f"nothing is trained: ended by {self.callbacks.asked}; change that callback to go on"
+                    f"nothing is trained: ended by {self.callbacks.asked}; change that callback to continue"
                 )
             if (self._update or self._is_over) and not self._metrics and self.plan.num_validation:
                 self._end_epoch()  # its evaluation had failed, or a process was killed there
