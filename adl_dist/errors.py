@@ -132,7 +132,9 @@ def without_own_frames(error: AdlError) -> AdlError:
     Its text says where the mistake is; a script's traceback then ends right after the script's own line.
     """
     one: BaseException | None = error
-    while one is not None:
+    seen = set[int]()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
         frames, kept = [], None
         trace = one.__traceback__
         while trace is not None:

@@ -125,7 +125,7 @@ class Saver:
         if self._begun is None:
             if self._saved is not None:
                 try:
-                    layout.add_metrics(self._saved, manifest["metrics"])
+                    layout.add_metrics(self._saved, manifest)
                 except (OSError, CheckpointError) as error:
                     warn(f"{self._saved}: the figures of its evaluation could not be added: {in_one_line(error)}")
             return

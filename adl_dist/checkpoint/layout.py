@@ -118,11 +118,14 @@ def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Dige
     return path
 
 
-def add_metrics(path: PurePath, metrics: Mapping[str, Any]) -> None:
-    """Add the figures of an evaluation to a complete checkpoint without any."""
+def add_metrics(path: PurePath, made: Mapping[str, Any]) -> None:
+    """Add the figures in a manifest ``made`` later to a checkpoint without any.
+
+    The state of the callbacks that have seen them comes along.
+    """
     manifest = read_manifest(path)
-    if metrics and not manifest["metrics"]:
-        text = {**manifest, "metrics": dict(metrics)}
+    if made["metrics"] and not manifest["metrics"]:
+        text = {**manifest, "metrics": dict(made["metrics"]), "callbacks": made["callbacks"]}
         storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
 
 

@@ -77,6 +77,7 @@ class Coordinator:
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
+        self._is_resumed = False  # from a checkpoint of this run folder
         self._begun_at: int | None = None  # the update of the last save, perhaps not complete yet
         self._saved_at: int | None = None
         self._saved_time = time.monotonic()
@@ -146,9 +147,9 @@ class Coordinator:
                 self.progress.note(
                     f"nothing is trained: ended by {self.callbacks.asked}; change that callback to continue"
                 )
-            if (self._update or self._is_over) and not self._metrics and self.plan.num_validation:
+            if (self._is_resumed or self._is_over) and not self._metrics and self.plan.num_validation:
                 self._end_epoch()  # its evaluation had failed, or a process was killed there
-                if self._evaluated_at is not None and (self._is_over or self._is_to_be_saved):
+                if self._is_resumed and self._evaluated_at is not None and (self._is_over or self._is_to_be_saved):
                     self._save()
             stopped = None
             while stopped is None and not self._is_over:
@@ -307,6 +308,7 @@ class Coordinator:
         self._note(state.dropped_note(path, manifest))
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._last_epoch = max(0, self._epoch - (self._sample == 0))
+        self._is_resumed = path.parent == saving.saver.folder
         self._metrics = dict(manifest["metrics"])
         self.callbacks.restore(manifest.get("callbacks", []), self._update)
         if not self._is_over:

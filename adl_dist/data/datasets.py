@@ -255,6 +255,9 @@ class _DecodedImages:
         self._block, self._used = np.empty(0, np.uint8), 0
         self._places: dict[str, tuple[NDArray[np.uint8], int, tuple[int, ...]]] = {}
 
+    def __reduce__(self) -> Any:
+        return _DecodedImages, ()  # each worker has its own
+
     def put(self, path: str, image: Any) -> None:
         """Keep a copy of ``image``, a PIL image."""
         pixels = np.asarray(image)

@@ -54,18 +54,21 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
             "module inside, or use num_stages=1"
         )
     recording.hooked |= _hooked(model)
+    _run_once(model, batches[0], device)
     while True:
         known, recording.refused, recording.closed = recording._known(), "", {}
         for training in (True, False):
             model.train(training)
             recorder = Recorder(model, recording, training=training)
-            unchanged = 0
-            for run in range(MOST_RUNS):
-                known_before = recorder.known()
+            run = unchanged = 0
+            for _ in range(MOST_RUNS):
+                calls, followed = len(recorder.mode.calls), recorder.follows_python
                 with torch.set_grad_enabled(training):
                     recorder.observe(batches[run % len(batches)])
-                unchanged = unchanged + 1 if recorder.known() == known_before else 0
-                if run + 1 >= len(batches) and unchanged >= (4 if recorder.mode.draws else 1):
+                if followed != recorder.follows_python:
+                    continue  # the same batch once more, to see after which calls Python draws
+                run, unchanged = run + 1, unchanged + 1 if len(recorder.mode.calls) == calls else 0
+                if run >= len(batches) and unchanged >= (4 if recorder.mode.draws or recorder.follows_python else 1):
                     break
             recorder.finish()
             recording.modes[training] = recorder.mode
@@ -77,6 +80,22 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                 raise PartitionError(f"the model's own forward cannot be run in stages: {recording.refused}")
             return recording
         recording.whole |= recording.closed
+
+
+def _run_once(model: nn.Module, batch: Batch, device: torch.device) -> None:
+    """Run ``model`` in training and evaluation, before anything is recorded.
+
+    Many models set attributes in their first forward, like the problem_type of transformers. They change only once.
+    """
+    is_lazy = any(p.is_meta for p in model.parameters())
+    for training in (True, False):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            if is_lazy:
+                Recorder(model, Recording(device=device), training=training).observe(batch)
+            else:
+                args, kwargs = arguments_of(map_tensors(lambda tensor: tensor.detach().clone(), batch))
+                model(*args, **kwargs)
 
 
 def _hooked(model: nn.Module) -> set[str]:
@@ -198,11 +217,6 @@ class Recorder(TorchFunctionMode):
             )
             found[name] = inside and self.is_followed[name] | _is_list(module)
         return found
-
-    def known(self) -> tuple[Any, ...]:
-        """Return the findings that a further run may add to."""
-        varying = [key for key, call in self.mode.calls.items() if call.varies]
-        return len(self.mode.calls), self.follows_python, varying
 
     # One run
 
@@ -337,8 +351,7 @@ class Recorder(TorchFunctionMode):
         leaves = tensors_in((args, kwargs))
         key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
         lengths = [*map(len, lists)]
-        # As in the newest runs: many models set attributes in their first forward, like a problem_type.
-        call.varies = self._states.get(call.key, before) != before
+        call.varies |= self._states.get(call.key, before) != before
         if self.is_followed[name]:
             num_rules = self._num_rules
             out = self._follow(call, module, native_call, args, kwargs)

@@ -263,13 +263,15 @@ def _curves(run: Run, path: Path) -> dict[str, list[Point]]:
     longest, last = max(length.values(), default=1), max(updates, default=0)
     curves = dict[str, list[Point]]()
     before = of_segments = seconds = 0.0
-    samples = of_epoch = 0
+    of_epoch = 0
+    losses = (record for record in records if record["name"] == "train/loss")
+    first_loss = next(losses, {"update": 0})
+    samples = first_loss["update"] * int(first_loss.get("num_samples", 0))  # of a run that this one continues
     for record in records:
         update, number, elapsed = record["update"], record["epoch"], record.get("elapsed_seconds")
         epoch = number + (update - first[number] + 1) / (longest if number == last else length[number])
         if record["name"] == "train/loss":
-            size = int(record.get("num_samples", 0))
-            samples += size if curves.get("train/loss") else size * (update + 1)  # of the run that it continues, too
+            samples += int(record.get("num_samples", 0))
         if isinstance(elapsed, (int, float)) and math.isfinite(elapsed):
             if elapsed < before or number != of_epoch:  # of the next segment
                 of_segments, before = of_segments + before, 0.0

@@ -82,7 +82,7 @@ class ProcessOptions:
     )
     bind_cores: bool = setting(True, "on CPUs, bind each process to its own share of the node's cores")
     timeout_seconds: float = setting(
-        300.0, "longest wait for other processes at the start, and for an answer", above=0, most=LONGEST_TIMEOUT
+        300.0, "longest wait at the start, for an answer, and for a message of NCCL", above=0, most=LONGEST_TIMEOUT
     )
     handle_signals: bool = False
     pick_next: Callable[[Sequence[int]], int] = downstream_first

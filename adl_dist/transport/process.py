@@ -7,9 +7,9 @@ receives of its own edge, in all of torch 2.11 to 2.15; docs/dev/gpu.md explains
 groups are made in the same order on every rank and connected before the first step, so that a first message never
 waits for a handshake in the middle of training.
 
-In training no message has a time limit of its own. A peer that has ended closes its connections, and the watchdog
-(monitor/watchdog.py) ends a job without progress. It does not count the time in which all processes were stopped, as
-gloo and NCCL would.
+In training no message over gloo has a time limit of its own. A peer that has ended closes its connections, and the
+watchdog (monitor/watchdog.py) ends a job without progress. It does not count the time in which all processes were
+stopped, as gloo and NCCL do.
 """
 
 import datetime
@@ -35,7 +35,7 @@ from adl_dist.transport.wire import SpecsByMicroBatch, Wire
 
 POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited
 SIZES = " sizes"  # ends the names of edges that carry headers
-NO_LIMIT = datetime.timedelta(days=10)  # of one message; torch counts milliseconds in 32 bits
+NO_LIMIT = datetime.timedelta(days=10)  # of one message over gloo; torch counts milliseconds in 32 bits
 ABORT_SECONDS = 10.0  # limit for NCCL to give up a communicator
 ON_CPU = ("target", "label", "go")  # small, and their receivers need them on the CPU
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def connect_edges(
         more: further edges.
         backend: carries the tensors that stay on ``device``.
         device: of this rank.
-        timeout: the limit of the first messages.
+        timeout: the limit of the first messages, and of all over NCCL.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
@@ -111,7 +111,7 @@ def connect_edges(
             group = dist.new_group(
                 list(ranks),
                 backend=edge_backend,
-                timeout=timeout if edge_backend == "gloo" else NO_LIMIT,
+                timeout=timeout,
                 # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
                 device_id=device if edge_backend == "nccl" else None,
             )

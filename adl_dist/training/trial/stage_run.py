@@ -388,7 +388,11 @@ class StageRun:
         is_mean = spec.loss_reduction == "batch" or is_known_mean(spec.loss_fn)  # as declared, or torch's own
         if is_mean or spec.pipeline.micro_batches_per_update == 1 or len(self._outputs) < 2:
             return None
-        (one, first), (two, second), loss_fn, more = *self._outputs, self._loss_fn, dict[str, str]()
+        (one, first), (two, second), loss_fn, more = *self._outputs, self._loss_fn, dict[str, Any]()
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+        is_small = any(p.is_floating_point() and p.element_size() < 4 for p in parameters)
+        # A GPU may compute with TF32.
+        more["is_rounded"] = spec.precision.autocast is not None or is_small or self._device.type == "cuda"
         if isinstance(loss_fn, ModelLoss):  # which needs a forward of both together
             (one, first), (two, second), loss_fn = *samples.pair, self._loss_in_evaluation
             more["give"] = (
