@@ -119,7 +119,7 @@ def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Dige
 
 
 def add_metrics(path: PurePath, made: Mapping[str, Any]) -> None:
-    """Add the figures in a manifest ``made`` later to a checkpoint without any.
+    """Add the figures in ``made``, a later manifest, to a checkpoint.
 
     The state of the callbacks that have seen them comes along.
     """
