@@ -106,9 +106,8 @@ def undo(path: PurePath, token: str) -> None:
 
 def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
     """Complete the checkpoint ``path`` by the manifest of its ``files``."""
-    text = {"format": FORMAT, **manifest, "files": dict(files)}
     try:
-        storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+        _write_manifest(path, {"format": FORMAT, **manifest, "files": dict(files)})
     except OSError:
         with suppress(OSError):  # it may be there, though not on disk for certain
             storage.delete(path / MANIFEST)
@@ -125,8 +124,12 @@ def add_metrics(path: PurePath, made: Mapping[str, Any]) -> None:
     """
     manifest = read_manifest(path)
     if made["metrics"] and not manifest["metrics"]:
-        text = {**manifest, "metrics": dict(made["metrics"]), "callbacks": made["callbacks"]}
-        storage.write(path / MANIFEST, json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+        _write_manifest(path, {**manifest, "metrics": dict(made["metrics"]), "callbacks": made["callbacks"]})
+
+
+def _write_manifest(path: PurePath, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest with its checksum."""
+    storage.write(path / MANIFEST, json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=1).encode())
 
 
 def remove(path: PurePath) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from torch import Tensor
@@ -77,8 +76,6 @@ def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Load
             "wrap tensors in torch.utils.data.TensorDataset(x, y); of a DataLoader give the dataset, its batch_size, "
             "shuffle and num_workers to fit, and the rest to Loading(...)"
         )
-    if isinstance(dataset, str | PurePath):
-        raise DataError(f"the {name} dataset is a path; make one of it, like torchvision.datasets.ImageFolder(path)")
     if is_iterable(dataset) and loading.sampler is not None:
         raise DataError(f"{kind} is iterable and has an order of its own; use no sampler with it")
     try:

@@ -22,7 +22,7 @@ class Plan:
     chain: Chain
     coded: list[Prediction]  # of the configured method, by K and codec; empty: no links are described
     refused: list[str]
-    line: str | None  # the recommended command; None: no pipeline is
+    line: str | None  # the recommended command, or None without a pipeline
     reason: str
 
 
