@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -18,9 +19,10 @@ from adl_dist.checkpoint import layout, ownership, storage
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.ownership import Ownership
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.checkpoint.run_dir import chosen_checkpoint
+from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.checkpoint.storage import place_of, read
 from adl_dist.errors import ConfigError
+from adl_dist.training.shared_folder import share_folder
 from tests.support.commands import assert_same, in_process, words
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
@@ -303,3 +305,11 @@ def test_a_url_that_cannot_be_used_is_told():
         ConfigError, match="nothing:// cannot be used: Protocol not known: nothing; give a local folder"
     ):
         fit("nothing://bucket/run", 1)
+
+
+def test_memory_is_refused_for_several_processes():
+    """Each has a memory of its own, so the parts of a checkpoint would never meet."""
+    folder, world = RunFolder("memory://run"), SimpleNamespace(rank=0, size=2, is_distributed=True)
+    of_rank_0 = {"place": str(folder.place), "resume": "auto"}
+    with pytest.raises(ConfigError, match="each process has a memory of its own; give a folder, s3:// or gs://"):
+        share_folder(folder, of_rank_0, world, SimpleNamespace(first=lambda value: value))
