@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -51,6 +52,7 @@ class Ownership:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.lost: TakenOverError | None = None
+        self.holder = "another process"  # the one that was found to own the folder
 
     def is_held(self, *, waits: bool = True) -> bool:
         """Return whether a process of another launch owns the folder.
@@ -59,12 +61,12 @@ class Ownership:
         """
         launch = self._me["launch"]
         others = {f: text for f, text in self._texts().items() if not launch or _owner_in(text).get("launch") != launch}
-        return any(self._is_alive(file, text, waits=waits) for file, text in others.items())
+        return self._has_owner(others, waits=waits)
 
     def take(self) -> bool:
         """Take the folder and return True, or False if another process holds it."""
         dead = self._texts()
-        if any(self._is_alive(file, text) for file, text in dead.items()):
+        if self._has_owner(dead):
             return False
         number = 1 + max((int(file.name.removeprefix(PREFIX)) for file in dead), default=0)
         mine = self._folder / f"{PREFIX}{number:08d}"
@@ -117,6 +119,13 @@ class Ownership:
             with contextlib.suppress(FileNotFoundError):  # released meanwhile
                 texts[file] = storage.read(file)
         return texts
+
+    def _has_owner(self, texts: Mapping[PurePath, bytes], *, waits: bool = True) -> bool:
+        for file, text in texts.items():
+            if self._is_alive(file, text, waits=waits):
+                self.holder = _name_of(_owner_in(text))
+                return True
+        return False
 
     def _is_alive(self, file: PurePath, text: bytes, *, waits: bool = True) -> bool:
         owner, me = _owner_in(text), self._me
@@ -188,4 +197,4 @@ def _owner_in(text: bytes) -> dict[str, Any]:
 
 
 def _name_of(owner: dict[str, Any]) -> str:
-    return f"pid {owner['pid']} on {owner.get('host', 'another machine')}" if owner else "a process"
+    return f"pid {owner['pid']} on {owner.get('host', 'another machine')}" if owner else "another process"

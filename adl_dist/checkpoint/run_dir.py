@@ -35,8 +35,6 @@ logger = logging.getLogger("adl_dist")
 
 CONFIG, SUMMARY, DIVERGED, LAUNCH = "config.yaml", "summary.json", "diverged.json", "launch"
 CHECKPOINTS = "checkpoints"
-TAKEN = "another process is training here; wait for it, or choose another run_dir"
-
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
 CUT = "num_stages", "balance", "granularity", "speeds", "device_speeds", "links"
 # Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut; the clip
@@ -112,7 +110,7 @@ class RunFolder:
             if not above.is_dir() or not os.access(above, os.W_OK):
                 raise OSError(f"{above} is {'not writable' if above.is_dir() else 'a file'}")
             if self._ownership.is_held(waits=waits):
-                raise ConfigError(f"run_dir={self.place}: {TAKEN}")
+                raise self._taken()
         self.pull()
         saved = layout.complete(self.checkpoints)
         with contextlib.suppress(OSError):
@@ -162,9 +160,14 @@ class RunFolder:
         make_folder(self.path)
         with self._explained():
             if not self._ownership.take():
-                raise ConfigError(f"run_dir={self.place}: {TAKEN}")
+                raise self._taken()
         layout.clean(self.checkpoints)
         return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [place_of(resume)]
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(
+            f"run_dir={self.place}: {self._ownership.holder} is training here; wait for it, or choose another run_dir"
+        )
 
     def claim(self, config: Mapping[str, Any]) -> None:
         """Record the run of the folder, and the launch that continues it."""

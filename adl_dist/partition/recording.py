@@ -1,6 +1,7 @@
 """The record of a model's runs: calls, data flow and side effects."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,6 +186,8 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
     ``memo`` is that of :func:`copy.deepcopy`: objects by the id of those that they replace.
     """
+    for module in model.modules():  # most dictionaries of a module are empty, and deepcopy takes its time for each
+        memo |= {id(d): type(d)() for d in vars(module).values() if type(d) in (dict, OrderedDict) and not d}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

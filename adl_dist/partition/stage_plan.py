@@ -550,15 +550,18 @@ class _Assignment:
     def _frame(self) -> FramePlan:
         root, frames = FramePlan(), dict[Key, FramePlan]()
         inside: dict[Key, list[int]] = {}
+        drawing = {call.key for call in self.mode.calls.values() if call.draws}
         for call in self.mode.calls.values():
             around = call.parent
             while around is not None and not call.is_open:
                 if self.calls[call.key] != EVERYWHERE:
                     inside.setdefault(around.key, []).append(self.calls[call.key])
+                if call.draws:
+                    drawing.add(around.key)
                 around = around.parent
         for call in self.mode.calls.values():
             frame = root if call.parent is None else frames[call.parent.key]
-            planned = self._call(call, inside.get(call.key, []))
+            planned = self._call(call, inside.get(call.key, []), draws=call.key in drawing)
             if call.is_open:
                 planned.frame = frames[call.key] = FramePlan()
             if call.is_module:
@@ -570,7 +573,7 @@ class _Assignment:
                 plans.sort(key=lambda planned: planned.key[2])
         return root
 
-    def _call(self, call: Call, inside: Sequence[int]) -> CallPlan:
+    def _call(self, call: Call, inside: Sequence[int], *, draws: bool) -> CallPlan:
         stages = tuple(self.labels.get(label, EVERYWHERE) for label in call.results)
         if not call.is_open:
             stage = self.calls[call.key]
@@ -588,7 +591,7 @@ class _Assignment:
             first=first,
             last=last,
             stages=stages or (last,),
-            draws=call.draws or _draws_inside(call, self.mode),
+            draws=draws,
             answer=call.answer,
             varies=call.varies,
             recorded=call.recorded,
@@ -600,9 +603,3 @@ class _Assignment:
             is_tainted=call.is_tainted,
             is_plain=way is Way.WHOLE and first >= 0 and not (written or call.recorded.by_rule or follows),
         )
-
-
-def _draws_inside(call: Call, mode: ModeRecord) -> bool:
-    return call.is_open and any(
-        one.draws for one in mode.calls.values() if one.key[0] == call.path or one.key[0].startswith(call.path + "/")
-    )
