@@ -328,7 +328,9 @@ def locked(folder: Path) -> Iterator[None]:
     make_folder(folder)
     ownership = Ownership(folder)
     if not ownership.take():
-        raise ConfigError(f"run_dir={folder}: {ownership.holder} runs a sweep here; wait for it, or choose another run_dir")
+        raise ConfigError(
+            f"run_dir={folder}: {ownership.holder} runs a sweep here; wait for it, or choose another run_dir"
+        )
     try:
         yield
     finally:

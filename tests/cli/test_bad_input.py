@@ -189,7 +189,8 @@ def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     assert owner.take()
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
     owner.release()
-    shows(line, [f"run_dir={run_dir}", f"pid {os.getpid()} on ", "is training here", "wait for it, or choose another run_dir"])
+    parts = f"pid {os.getpid()} on ", "is training here", "wait for it, or choose another run_dir"
+    shows(line, [f"run_dir={run_dir}", *parts])
     assert snapshot(run_dir) == before, "its logs, too"
 
 

@@ -117,7 +117,8 @@ def row_of(job):
 
 
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
-    with sweep.locked(tmp_path), pytest.raises(ConfigError, match=r"pid \d+ on .* runs a sweep here"), sweep.locked(tmp_path):
+    refused = pytest.raises(ConfigError, match=r"pid \d+ on .* runs a sweep here")
+    with sweep.locked(tmp_path), refused, sweep.locked(tmp_path):
         pass
     with pytest.raises(BlockingIOError), sweep.locked(tmp_path):  # what blocks inside is not another sweep
         raise BlockingIOError
