@@ -71,7 +71,7 @@ def as_classes(target: Tensor) -> Tensor:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and named arguments of a model."""
+    """Return a batch as (args, kwargs); a dictionary has arguments by name."""
     if isinstance(batch, dict):
         return (), batch
     return (batch if type(batch) is tuple else (batch,)), {}

@@ -29,10 +29,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
+def pytest_configure():
+    gc.disable()  # until all is imported
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what is imported stays: the collector would look at 700,000 objects again and again
     gc.set_threshold(20_000, 50, 100)
+    gc.enable()
 
 
 def pytest_runtest_setup(item):

@@ -65,7 +65,7 @@ def optimizer_name(made: Mapping[str, Any]) -> str:
 
 
 def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
-    """Return the values that must be the same when a run continues."""
+    """Return the values that identify a run; only its length may change."""
     names = "num_samples", "micro_batch_size", "accumulation_steps", "total_updates"
     return {**{name: getattr(plan, name) for name in names}, "optimizer": optimizer}
 

@@ -238,8 +238,8 @@ def first_usable(
 ) -> tuple[PurePath, dict[str, Any], list[tuple[PurePath, UnusableError]]]:
     """Return the first usable candidate, its manifest, and those rejected.
 
-    There must be at least one candidate; ``check`` accepts it or raises UnusableError. Raise CheckpointError where none
-    is usable or one has another format. Nothing is changed.
+    Candidates are newest first, and at least one; ``check`` accepts it or raises UnusableError. Raise CheckpointError
+    where none is usable or one has another format. Nothing is changed.
     """
     rejected: list[tuple[PurePath, UnusableError]] = []
     for path in candidates:

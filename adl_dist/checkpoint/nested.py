@@ -135,9 +135,9 @@ def unpacked_state(stored: Mapping[str, Stored], texts: Mapping[str, str]) -> di
 
 
 def of_this_version(found: Mapping[str, Any], state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return ``found`` with the versions of modules that ``state`` has.
+    """Copy ``found`` with the module versions (``_metadata``) of ``state``.
 
-    Without them modules would convert it, as one of a version before they had versions.
+    Without these, modules would convert it as if a torch without versions had saved it.
     """
     loaded = OrderedDict(found)
     vars(loaded)["_metadata"] = getattr(state, "_metadata", None)

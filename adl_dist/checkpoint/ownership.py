@@ -57,7 +57,7 @@ class Ownership:
     def is_held(self, *, waits: bool = True) -> bool:
         """Return whether a process of another launch owns the folder.
 
-        With ``waits=False`` an owner elsewhere does not count, of which a sign of life would have to be awaited.
+        With ``waits=False`` an owner on another machine does not count, since a check waits for its heartbeat.
         """
         launch = self._me["launch"]
         others = {f: text for f, text in self._texts().items() if not launch or _owner_in(text).get("launch") != launch}

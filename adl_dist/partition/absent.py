@@ -350,6 +350,6 @@ class Results:
 
 
 def filled(kept: Any, args: Any, kwargs: Any) -> Any:
-    """Return a copy of ``kept`` for the caller, with arguments filled in."""
+    """Copy a cached result; put the call's arguments where it has them."""
     unique = unique_tensors((args, kwargs))
     return map_leaves(lambda leaf: unique[leaf] if type(leaf) is Given else leaf, kept, copies=True)

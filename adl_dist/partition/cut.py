@@ -18,7 +18,8 @@ Found = TypeVar("Found")
 def flops_sizes(chain: Chain, num_stages: int, *, opens: bool = True) -> list[int]:
     """Return the units of each stage for the least work on the slowest one.
 
-    Cuts lie between blocks if that is even enough, or unless it ``opens`` blocks.
+    Cuts lie between blocks. Where that is too uneven, or leaves too few places, they also lie inside, if it ``opens``
+    blocks.
     """
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()

@@ -485,7 +485,7 @@ class ForwardRun:
         return -1 - next(n for n, one in enumerate(unique) if one is leaf)
 
     def made(self, tensor: Tensor, label: Label, stage: int | None = None) -> None:
-        """Turn a tensor that this stage has computed into a value."""
+        """Label a computed ``tensor``; keep it if it crosses the next cut."""
         if tensor.is_meta and not self.stage.is_lazy:
             self.fail(f"'{label[1]}' is computed with a parameter or buffer that another stage holds")
         as_value(tensor, Mark(label, self.index if stage is None else stage, False))

@@ -148,10 +148,10 @@ class Recording:
 
     Attributes:
         modes: by ``training``.
-        state: names of tensors of the model that values of the batch are written to between uses of them.
-        births: by ``training``, keys of functions that make memory which values of the batch are written to later.
+        state: names of tensors of the model that the forward writes values of the batch to, and reads.
+        births: by ``training``, keys of functions whose results the forward writes values of the batch to.
         whole: by the name of a module, why its forward cannot be followed.
-        closed: the same for the last runs only; these modules may be followed once others are.
+        closed: the same for the last runs; tried again when other modules are followed.
         refused: why the model's own forward cannot be followed; empty if it can.
         opened: names of modules without children that are followed because of their effects.
         hooked: names of modules with forward hooks, which run around what is recorded; the first forward may add some.

@@ -109,7 +109,11 @@ class EarlyStopping(Callback):
         self._stop(now)
 
     def on_epoch(self, now: TrainerState) -> None:
-        """Compare the metric with the best so far."""
+        """Stop the run if the metric has not improved for too long.
+
+        Raises:
+            ConfigError: If the metric is not measured.
+        """
         if (score := self.goal.score(now.metrics)) is None:
             measured = ", ".join(name for name in now.metrics if name.startswith("validation_")) or "nothing"
             raise ConfigError(

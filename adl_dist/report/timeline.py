@@ -118,7 +118,7 @@ def spans_of_schedule(pipeline: Pipeline, num_micro_batches: int) -> list[Span]:
 
 
 def spans_of_ticks(table: Sequence[Mapping[int, Sequence[Action]]]) -> Iterator[Span]:
-    """Yield the actions of each tick: the forward first, then all others."""
+    """Yield spans in ticks: in each tick the forward, then the others."""
     in_ticks = [actions for row in table for actions in row.values()]
     is_split = any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions)
     lengths = {**LENGTHS, Op.BACKWARD: 1} if is_split else LENGTHS

@@ -18,7 +18,8 @@ SEARCHED = 6  # most stages for which lists are searched step by step; more woul
 def with_least_delays(method: Method, costs: Costs) -> Method:
     """Return ``method`` with the least delays that keep its full speed.
 
-    If these exceed the staleness that ``method`` allows, it gets the fastest delays within the bound.
+    If these exceed the staleness that ``method`` allows (``Method.longest_delay``), it gets the fastest delays within
+    the bound.
     """
     longest = method.longest_delay(len(costs.forward))
     if method.weights != "2bw":  # it cannot be tried with longer ones

@@ -46,7 +46,10 @@ class RandomStreams:
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
 
     def seed_of(self, purpose: str, micro_batch: int) -> int:
-        """Return this stage's seed of a stream for one micro-batch of the segment."""
+        """Return the seed of (purpose, epoch, stage, micro-batch of the epoch).
+
+        ``micro_batch`` is counted in the segment.
+        """
         return _seed_at(self._first_micro_batch + micro_batch, self._seed, purpose, self._epoch, self._stage)
 
     def seeds_of(self, micro_batch: int) -> tuple[dict[str, int], dict[str, int]]:

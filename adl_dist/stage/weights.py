@@ -129,7 +129,7 @@ class Stash(_Policy):
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
-        """Move gradients to the newest version; return the parameters with some."""
+        """Add older versions' gradients to the newest; return those with any."""
         for old in self._older.values():
             if self._mitigation is not None and self._mitigation.compensates:
                 self._mitigation.compensate(self._exchange.parameters, old)

@@ -52,7 +52,7 @@ class Outputs:
         *,
         is_distributed: bool,
     ) -> None:
-        """Raise ConfigError for an output without its run_dir or metric."""
+        """Raise ConfigError for an output that this run cannot make."""
         monitoring, pipeline = self.monitoring, spec.pipeline
         given = {f"resume={resume}": resume != "auto", "trace=True": monitoring.trace, "loggers": monitoring.loggers}
         if run_dir is None and (needing := [name for name, is_given in given.items() if is_given]):

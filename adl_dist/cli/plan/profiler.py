@@ -201,7 +201,7 @@ def link_figures(device: str) -> dict[str, Any]:
 
 
 def measure_link(folder: str, rank: int) -> dict[str, float]:
-    """Exchange messages with the other process, and return their costs."""
+    """Return seconds per message and per byte, and bytes/s, to the peer."""
     torch.set_num_threads(1)
     if (interface := loopback()) is not None:
         os.environ[GLOO] = interface

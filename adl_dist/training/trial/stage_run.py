@@ -133,9 +133,9 @@ NOT_JOINED = (
 
 
 class StageRun:
-    """Copies of the stages or the model, and of the loss.
+    """A trial run of copied stages, or of the uncut model.
 
-    Their state is thrown away.
+    Their state is thrown away, and that of the loss, which is copied here.
 
     Attributes:
         modules: for each stage the modules that compute, under the model's names.
