@@ -69,10 +69,10 @@ def test_without_a_vocabulary_model_hf_counts_the_tokens(tmp_path):
 
 def test_the_help_of_train_explains_every_key():
     """Each key of the dataclasses with one line of help; ``made_from`` hands each to the object that reads it."""
-    told = in_process("train", "--help").out
+    told, of_method = in_process("train", "--help").out, compose_run([])[1]["method"]
     for group in GROUPS:
         for key in keys_of(group):
-            if group != "method" or key in compose_run([])[1]["method"]:
+            if group != "method" or key in of_method:
                 assert re.search(rf"^  {key}: .*  # \w", told, re.MULTILINE), f"{group}.{key}"
     for key in keys_of(""):
         assert re.search(rf"^{key}: .*  # \w", told, re.MULTILINE), key
