@@ -32,6 +32,13 @@ from adl_dist.partition.work import ATTENTION, Work
 from adl_dist.streams import Streams
 
 MOST_RUNS = 40  # while a run has something new: layers that are left out at random
+# Layers of which the shapes of the arguments give those of the results; not so BatchNorm(momentum=None), which asks for
+# the number of its calls.
+OF_SHAPES = {
+    *(nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.Sigmoid, nn.Tanh, nn.Dropout),
+    *(nn.Flatten, nn.Identity, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+}
 
 
 def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
@@ -458,7 +465,8 @@ class Recorder(TorchFunctionMode):
 
         If not, its sizes are compared with those of the arguments.
         """
-        if self.is_lazy and module is None:
+        is_known = type(module) in OF_SHAPES and getattr(module, "momentum", 0.0) is not None
+        if is_known or (self.is_lazy and module is None):
             return
         if call.recorded.by_rule:
             self._num_rules += 1
