@@ -12,7 +12,7 @@ from tests.support.random_networks import SNIPPETS, WRAPS, loss_of, random_netwo
 from tests.support.staged import compare, recorded_of, seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM_DEFAULT, NUM_SEEDS, AT_A_TIME = 24, 1000, 50
+NUM_DEFAULT, NUM_SEEDS, AT_A_TIME = 24, 1000, 250
 MOST_REFUSED = 0.1
 
 
