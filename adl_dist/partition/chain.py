@@ -12,9 +12,9 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.recorder import record_forward
 from adl_dist.partition.recording import Key, copied
 from adl_dist.partition.stage_module import StageModule, extra_states
-from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, plan_stages, units_of
+from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, Unit, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE
-from adl_dist.streams import streams_kept
+from adl_dist.streams import seed_streams, streams_kept
 
 
 class Chain:
@@ -50,6 +50,7 @@ class Chain:
         self._names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] + [*extra_states(model)]
         twin = copied_model(model)
         with streams_kept():
+            seed_streams(0)  # the same calls in every process
             self.recording = record_forward(twin, batches)
         self._units = units_of(self.recording)
         if not self._units:
@@ -67,10 +68,27 @@ class Chain:
             for unit, (one, other) in enumerate(pairwise(self.blocks)):
                 if one == other:
                     self.forbidden[unit] = "it lies inside a block (partition.granularity=block)"
+        for unit, pair in enumerate(pairwise(self._units)):
+            if (name := self._decider_around(*pair)) is not None:
+                self.forbidden[unit] = f"'{name}' draws random numbers that may decide what it calls"
         if keeps_ties is not None:
             for name, users in self.shared.items():
                 why = f"'{name}' is used on both sides of it, and must be on one stage, {keeps_ties}"
                 self.forbidden |= dict.fromkeys(range(users[0], users[-1]), why)
+
+    def _decider_around(self, one: Unit, other: Unit) -> str | None:
+        """Return the module in which both units are, if it may leave one out.
+
+        Between blocks any may be left out: each hands on what it gets.
+        """
+        around, found = one.call.parent, None
+        while around is not None:
+            is_around = other.call.path.startswith(f"{around.path}/")
+            calls = (mode.calls.get(around.key) for mode in self.recording.modes.values())
+            if is_around and not around.is_block and any(call is not None and call.decides for call in calls):
+                found = around.name
+            around = around.parent
+        return found
 
     def _places(self) -> dict[Key, int]:
         places = {unit.call.key: n for n, unit in enumerate(self._units)}

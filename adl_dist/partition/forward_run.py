@@ -39,6 +39,8 @@ from adl_dist.partition.value import (
 )
 from adl_dist.streams import Streams, seed_each
 
+UNSEEN = "which no recorded micro-batch did; let the recorded ones, the first two, do so"
+
 
 class ForwardError(PartitionError):
     """A forward that cannot run on a stage as in the uncut model."""
@@ -283,7 +285,7 @@ class ForwardRun:
         assert self.frame is not None
         plans = self.frame.modules.get(name)
         if plans is None:
-            self.fail(f"calls '{name}', which no recorded micro-batch did; let the recorded ones, the first two, do so")
+            self.fail(f"calls '{name}', {UNSEEN}")
         plans.append(replace(plans[-1], key=(*plans[-1].key[:2], count)))
         return plans[-1]
 
@@ -569,7 +571,7 @@ class ForwardRun:
         assert self.frame is not None
         plans = self.frame.functions.get(name)
         if plans is None:
-            self.fail(f"calls '{name}' on values of the batch, which no recorded micro-batch did")
+            self.fail(f"calls '{name}' on values of the batch, {UNSEEN}")
         key = self.key(name)
         planned = plans.get(key[2])
         if kind is Kind.ELEMENTS:

@@ -75,7 +75,8 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
                 if followed != recorder.follows_python:
                     continue  # the same batch once more, to see after which calls Python draws
                 run, unchanged = run + 1, unchanged + 1 if len(recorder.mode.calls) == calls else 0
-                if run >= len(batches) and unchanged >= (4 if recorder.mode.draws or recorder.follows_python else 1):
+                draws = recorder.mode.draws or recorder.follows_python
+                if run >= len(batches) and (unchanged >= 4 and not recorder.is_left_out() if draws else unchanged):
                     break
             recorder.finish()
             recording.modes[training] = recorder.mode
@@ -150,12 +151,13 @@ NOTHING = _Fact()
 class _Frame:
     """A forward that is being followed."""
 
-    __slots__ = ("begin", "call", "counts", "given", "path", "segment", "since")
+    __slots__ = ("begin", "call", "counts", "draws", "given", "path", "segment", "since")
 
     def __init__(self, call: Call | None, path: str, begin: int, given: Set[Label | None] = frozenset()) -> None:
         self.call, self.path, self.begin, self.given = call, path, begin, given
         self.counts: Counter[str] = Counter()
         self.segment, self.since = ("", 0), Counter[str]()
+        self.draws = False  # random numbers that do not depend on the batch
 
     def key(self, name: str, *, is_module: bool) -> Key:
         """Count a call of ``name`` and return its key.
@@ -316,6 +318,13 @@ class Recorder(TorchFunctionMode):
                 if name in self._at_start and self._at_start[name] is not tensor:
                     self.recording.state.add(name)
 
+    def is_left_out(self) -> bool:
+        """Return whether a module with parameters has not been called yet."""
+        called = {call.name: call.is_open for call in self.mode.calls.values() if call.is_module}
+        whole = tuple(f"{name}." for name, is_open in called.items() if not is_open)
+        holders = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()} - {""}
+        return any(name not in called and not name.startswith(whole) for name in holders)
+
     def finish(self) -> None:
         """Note the modules to open or to keep whole in the next recording."""
         for call in self.mode.calls.values():
@@ -394,7 +403,9 @@ class Recorder(TorchFunctionMode):
         self.frames.append(_Frame(call, call.path, self.position, given))
         try:
             with self._paused(paused=False):
-                return native_call(*args, **kwargs)
+                out = native_call(*args, **kwargs)
+            self._note_draws()
+            return out
         finally:
             self.frames.pop()
 
@@ -566,6 +577,8 @@ class Recorder(TorchFunctionMode):
         self._note_draws()
         if kind is Kind.ELEMENTS:
             self.mode.asked |= common
+            if self.frames[-1].draws:
+                self._note_decision()
             if repr(self._answers.setdefault(key, out)) != repr(out):
                 self.mode.decides = True
             self._note_effects(-1)
@@ -628,8 +641,9 @@ class Recorder(TorchFunctionMode):
             return _Fact(uses=frozenset({name}))
         if tensor.grad_fn is not None and self.inside is None and not isinstance(tensor, nn.Parameter):
             why = (
-                f"{users_line()} uses a tensor that was made by a call which cannot be followed, like a scripted "
-                "function, torch.vmap, or a C++ extension; make that call in a module of its own"
+                f"{users_line()} uses a tensor that is kept from an earlier forward, or was made by a call which "
+                "cannot be followed, like a scripted function, torch.vmap, or a C++ extension; make the tensor in each "
+                "forward, and that call in a module of its own"
             )
             self._keep_whole(None, why)
         return NOTHING
@@ -691,9 +705,16 @@ class Recorder(TorchFunctionMode):
 
     def _note_common_draws(self, names: set[str]) -> None:
         if names:
+            self.frames[-1].draws = True
+            if names != {"torch"}:
+                self._note_decision()
             self.mode.draws |= names
             self.mode.decides = True
             self._note_effects(-1)
+
+    def _note_decision(self) -> None:
+        if (call := self.frames[-1].call) is not None:
+            call.decides = True
 
     def _keep_whole(self, call: Call | None, why: str) -> None:
         """Keep the module of the running forward whole from now on."""

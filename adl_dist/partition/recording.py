@@ -38,6 +38,7 @@ class Call:
         common: places of the whole-number inputs that it computes with.
         writes: memory that it writes to.
         draws: whether it draws random numbers.
+        decides: whether its own forward asks for random numbers, which may decide what it calls.
         varies: whether its caller sets attributes that its results may depend on.
         has_effects: whether it changes more than its results, so that every stage must run it.
         is_hidden: whether it computes with a value that is not among its arguments.
@@ -63,6 +64,7 @@ class Call:
     common: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     draws: bool = False
+    decides: bool = False
     varies: bool = False
     has_effects: bool = False
     is_hidden: bool = False
