@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from adl_dist.batch import as_classes, device_of, logits_of
+from adl_dist.batch import as_classes, device_of, logits_of, tensors_of
 from adl_dist.errors import ConfigError, in_one_line
-from adl_dist.stage.loss import ClassLoss
+from adl_dist.stage.calls import flatten_output
+from adl_dist.stage.loss import IGNORED, ClassLoss
 
 TAKEN = {"loss", "learning_rate", "skipped_updates", "samples_per_second", "tokens_per_second"}  # names of figures
 PERPLEXITY = "perplexity"
@@ -35,7 +37,8 @@ class Metric:
 class EpochMetric:
     """A metric of all outputs of a validation, like a macro F1.
 
-    ``compute`` maps (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number.
+    ``compute`` maps (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number. Where
+    lengths differ, outputs are padded with 0, and whole numbers among the targets with -100.
     """
 
     def __init__(self, compute: Callable[[Any, Any], Any]) -> None:
@@ -123,15 +126,18 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
     """Return (sum, count), float64[2], of each measured metric.
 
     Raises:
-        ConfigError: If a metric fails, or does not return two numbers.
+        ConfigError: If a metric fails, does not return two numbers, or writes to its arguments.
     """
-    found = []
+    found, given = [], [*flatten_output(out), *tensors_of(target)]
+    versions = [tensor._version for tensor in given]
     for metric in metrics:
         if metric.measure is None:
             continue
         with _users_own(metric, "(output, target) of a micro-batch and returns two numbers, (sum, count)"):
             total, count = (torch.as_tensor(number, dtype=torch.float64) for number in metric.measure(out, target))
             found.append(torch.stack([total.to(device_of(target)), count.to(device_of(target))]))
+        if versions != [tensor._version for tensor in given]:
+            raise ConfigError(f"metrics: {metric.name} writes to the output or the target; let it compute with a copy")
     return found
 
 
@@ -144,17 +150,27 @@ def computed(metrics: Sequence[Metric], parts: Sequence[tuple[Any, Any]]) -> dic
         ConfigError: If a metric fails, or does not return a number.
     """
 
-    def joined(*leaves: Any) -> Any:
-        return torch.cat(leaves) if isinstance(leaves[0], Tensor) and leaves[0].ndim else leaves[0]
+    def joined(*leaves: Any, ignored: int = 0) -> Any:
+        if not (isinstance(leaves[0], Tensor) and leaves[0].ndim):
+            return leaves[0]
+        value = ignored if leaves[0].dtype in (torch.int64, torch.int32) else 0
+        most = [max(sizes) for sizes in zip(*(leaf.shape[1:] for leaf in leaves), strict=True)]
+        return torch.cat([_padded(leaf, most, value) for leaf in leaves])
 
     found = {}
     for metric in metrics:
         assert metric.compute is not None
-        wants = "(outputs, targets) of the whole validation, which must have one length, and returns a number"
-        with _users_own(metric, wants):
-            outputs, targets = (tree_map(joined, *column) for column in zip(*parts, strict=True))
+        with _users_own(metric, "(outputs, targets) of the whole validation and returns a number"):
+            of_outputs, of_targets = zip(*parts, strict=True)
+            outputs, targets = tree_map(joined, *of_outputs), tree_map(partial(joined, ignored=IGNORED), *of_targets)
             found[metric.name] = float(metric.compute(outputs, targets))
     return found
+
+
+def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:
+    """Return ``tensor`` [B, ...] with ``sizes`` after the first one."""
+    missing = [more for size, wanted in zip(tensor.shape[1:], sizes, strict=True) for more in (wanted - size, 0)]
+    return pad(tensor, missing[::-1], value=value) if any(missing) else tensor
 
 
 @contextmanager

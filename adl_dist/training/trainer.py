@@ -345,10 +345,12 @@ class Trainer:
         batch_size: int | None = None,
         num_workers: int | None = None,
         loading: Loading | None = None,
+        ema: bool = False,
     ) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
-        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then its micro-batch.
+        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then its micro-batch. With
+        ``ema`` the parameters are the moving averages of that call.
 
         Returns:
             ``validation_loss`` and, for classes, ``validation_accuracy``, for text ``validation_perplexity``; the same
@@ -372,7 +374,7 @@ class Trainer:
             plan, worker, _ = self._assemble(world, agreement, data, None, length)
         progress = Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, MetricsWriter(None), progress, Totals(worker.unit))
-        with self._keep_modes(), contextlib.closing(worker), self._applied(), self._bound(world):
+        with self._keep_modes(), contextlib.closing(worker), self._applied(), self._bound(world), self._averaged(ema):
             summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
             self._partitioned.give_state()
             return summary
@@ -391,12 +393,18 @@ class Trainer:
         """
         world = self._join()
         start_call(world, "full_state_dict")
+        with self._averaged(ema):
+            return self._partitioned.full_state_dict(distributed=self._distributed)
+
+    @contextlib.contextmanager
+    def _averaged(self, ema: bool) -> Iterator[None]:
+        """With ``ema``, put the moving averages in place of the weights."""
+        if ema and self._averages is None:
+            raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
         with contextlib.ExitStack() as stack:
-            if ema and self._averages is None:
-                raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
             for average in (self._averages or ()) if ema else ():
                 stack.enter_context(average.in_place_of_weights())
-            return self._partitioned.full_state_dict(distributed=self._distributed)
+            yield
 
     @arguments.one_at_a_time
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:

@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.commands import assert_same, in_process, words
 from tests.support.equations import assert_close, plain_loop
 from tests.support.runs import nan_inputs, sgd, trained
 from tests.support.tied import SHARED, TIED_BALANCE, tied_net
-from tests.support.toys import batch_norm_net
+from tests.support.toys import FixedImages, batch_norm_net
 
 DECAY, M = 0.9, 2
 
@@ -39,6 +40,19 @@ def test_the_average_is_that_of_torchs_averaged_model(K):
     assert_same(weights, without.full_state_dict())
     assert not torch.equal(average["6.2.weight"], weights["6.2.weight"])
     assert torch.equal(average["0.1.running_mean"], weights["0.1.running_mean"])
+
+
+def test_the_average_is_evaluated_and_the_weights_are_kept():
+    trainer, _ = trained(3, M, torch.float32, ema=DECAY)
+    data, weights = FixedImages(10, seed=1, dtype=torch.float32), trainer.full_state_dict()
+    found = trainer.evaluate(data, ema=True)["validation_loss"]
+    model = batch_norm_net().eval()
+    model.load_state_dict(trainer.full_state_dict(ema=True))
+    with torch.no_grad():
+        losses = [cross_entropy(model(x[None]), torch.tensor([y])) for x, y in map(data.__getitem__, range(10))]
+    assert found == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    assert found != pytest.approx(trainer.evaluate(data)["validation_loss"], rel=1e-6)
+    assert_same(trainer.full_state_dict(), weights)
 
 
 def test_an_update_that_is_skipped_is_not_averaged():

@@ -345,13 +345,22 @@ class Flattened(nn.Module):
         return out, out.flatten()
 
 
-def test_outputs_that_cannot_be_joined_need_a_declaration():
-    def of_first(out, target):
-        return F.cross_entropy(out[0], target)
+class Similarities(Flattened):
+    """Compares each sample of a micro-batch with each: [B, B]."""
 
-    how = {"model": Flattened().double(), "loss_fn": of_first, "optimizer": sgd, "dtype": torch.float64}
+    def forward(self, x):
+        out = self.net(x)
+        return out @ out.T
+
+
+@pytest.mark.parametrize("kind", [Flattened, Similarities])
+def test_outputs_that_cannot_be_joined_need_a_declaration(kind):
+    def of_first(out, target):
+        return out.square().mean() if kind is Similarities else F.cross_entropy(out[0], target)
+
+    how = {"model": kind().double(), "loss_fn": of_first, "optimizer": sgd, "dtype": torch.float64}
     fit = {"epochs": 1, "batch_size": M * MICRO_BATCH, "monitoring": SILENT}
-    with pytest.raises(ConfigError, match=r"tensors whose first dimension is not the batch, .*loss_reduction='batch'"):
+    with pytest.raises(ConfigError, match=r"cannot be joined along the batch, .*loss_reduction='batch'"):
         toy_trainer(2, M, **how).fit(data(None), **fit)
     toy_trainer(2, M, **how, loss_reduction="batch").fit(data(None), **fit)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist import Loading
+from adl_dist import EpochMetric, Loading
+from adl_dist.errors import ConfigError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.values import QUIET, SILENT
@@ -52,6 +53,25 @@ def test_metrics_of_validation_are_those_of_all_samples_at_once(K, M):
     state, summary = trained(K, M, NAMES)
     for name, value in by_torch(state).items():
         assert summary[name] == pytest.approx(value, rel=1e-12), name
+
+
+def test_an_epoch_metric_gets_sentences_of_all_lengths():
+    @EpochMetric
+    def right(out, target):
+        return (out.argmax(1) == target)[target != IGNORED].double().mean()
+
+    state, summary = trained(3, 4, [right])
+    assert summary["validation_right"] == pytest.approx(by_torch(state)["validation_accuracy"], rel=1e-12)
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["output", "target"])
+def test_a_metric_that_writes_to_its_arguments_is_refused(of):
+    def masked(*given):
+        given[of][:, 0] = 0
+        return 0, 1
+
+    with pytest.raises(ConfigError, match="metrics: masked writes to the output or the target; let it compute with a"):
+        trained(2, 4, [masked])
 
 
 def test_metrics_of_training_are_recorded_for_each_update(tmp_path):

@@ -126,8 +126,8 @@ class _Passage:
 
 
 NOT_JOINED = (
-    "the model returns tensors whose first dimension is not the batch, so it cannot be seen whether the loss is a mean "
-    "over the samples; give the loss num_terms(target), the number of terms that it averages over, or declare "
+    "the outputs of two micro-batches cannot be joined along the batch, so it cannot be seen whether the loss is a "
+    "mean over the samples; give the loss num_terms(target), the number of terms that it averages over, or declare "
     "loss.reduction=batch (docs/own.md)"
 )
 
@@ -402,7 +402,9 @@ class StageRun:
         try:
             with self._within():
                 terms = loss_terms(self._loss_fn, samples.one[1])
-                if not (_has_batch_first(one, first) and _has_batch_first(two, second)):
+                sizes = [[leaf.shape[1:] for leaf in flatten_output(out)] for out in (one, two)]
+                is_joined = _has_batch_first(one, first) and _has_batch_first(two, second)
+                if not is_joined or (sizes[0] != sizes[1] and not samples.varies):
                     return None if terms is not None else NOT_JOINED
                 pairs = [([one, two], [first, second])]
                 if samples.varies:  # two micro-batches of different lengths cannot be joined, but one can be divided
