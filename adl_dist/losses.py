@@ -10,12 +10,14 @@ from torch.utils._pytree import tree_leaves
 class TokenCrossEntropy(nn.CrossEntropyLoss):
     """Cross-entropy of outputs [B, T, classes]: the mean over all tokens.
 
-    Takes the same arguments; targets of ``ignore_index``, -100 unless given, count for nothing.
+    Takes the same arguments; targets of ``ignore_index``, -100 unless given, count for nothing. An output may hold its
+    scores as ``logits``, as those of transformers do.
     """
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Any, target: Tensor) -> Tensor:
         """Return the mean over the targets [B, T] that are not ignored."""
-        return super().forward(input.flatten(0, -2), target.flatten())
+        scores = getattr(input, "logits", input)
+        return super().forward(scores.flatten(0, -2), target.flatten())
 
 
 class ModelLoss:
