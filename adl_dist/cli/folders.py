@@ -37,7 +37,7 @@ def named_folders(
             raise ConfigError(f"adl-dist {command} takes one {key}=, got {options[key]} and {value}")
         if equals and key in takes:
             options[key] = value
-        elif equals and key.lstrip("+~").partition(".")[0] in groups:
+        elif equals and key.lstrip("+~").startswith(tuple(groups)):
             settings.append(argument)
         elif equals and key == "run_dir":
             folders.append(value)
