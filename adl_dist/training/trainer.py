@@ -161,7 +161,7 @@ class Trainer:
             lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
-            metrics=tuple(metrics),
+            metrics=(metrics,) if isinstance(metrics, str) else tuple(metrics),
             ema=ema,
             seed=seed,
         )
