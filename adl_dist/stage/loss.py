@@ -332,7 +332,7 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the user's own loss can raise anything
-        way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
+        way_out = "choose another loss._target_, or correct the model's output or the targets"
         shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
         if hasattr(out, "logits"):
             way_out = "let the loss take output.logits, or use the model's own, loss_fn='model' (docs/recipes.md)"
