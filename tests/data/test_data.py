@@ -204,6 +204,7 @@ def test_signals_to_all_processes_leave_workers_alone():
         ((1.0, 2.0, 3.0), r"expected a pair \(input, target\), got tuple of 3"),
         (torch.zeros(2), r"expected a pair \(input, target\), got torch\.Tensor"),
         ((Image.new("L", (4, 4)), 0), r"expected an input that is a tensor.*got PIL\.Image\.Image; add a transform"),
+        (([[1.0, 2.0], [3.0, 4.0]], 0), r"got list; make one tensor of it, by torch\.tensor of numbers"),
         ((torch.zeros(4), "cat"), "expected a target that is a tensor.*got str"),
         ((np.array(["a", "b"]), 0), r"expected an input that is a tensor.*got numpy\.ndarray"),
         (
