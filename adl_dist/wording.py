@@ -22,7 +22,8 @@ PYTHON_NAMES: dict[str, tuple[str, str]] = {
     "data.num_workers": ("", "num_workers"),
     "data.shuffle": ("", "shuffle"),
 }
-KEY = re.compile(r"\b((?:method|partition|train|runtime|loss|data|optimizer)\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
+GROUP = r"(?:method|partition|train|runtime|loss|data|optimizer)"
+KEY = re.compile(rf"\b({GROUP}\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
 NULL = re.compile(r"(?<![\w/.=-])null(?![\w/.-])")  # as a word of ours
 _shows_keys = False
 

@@ -74,7 +74,9 @@ def _complete(
             "makes (training dataset, validation dataset), or data=NAME"
         )
     saved = layout.read_manifest(path)["metrics"]
-    config.train.metrics = config.train.metrics or [name for name in (*TOP, PERPLEXITY) if f"validation_{name}" in saved]
+    config.train.metrics = config.train.metrics or [
+        name for name in (*TOP, PERPLEXITY) if f"validation_{name}" in saved
+    ]
     if any(word.startswith("loss") for word in words):
         return
     loss_fn, name, tensors = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)

@@ -333,7 +333,7 @@ def test_an_image_that_cannot_be_read_is_named(content, tmp_path):
 @pytest.mark.parametrize("num_classes", [1, 3])
 def test_other_numbers_of_classes_than_folders_are_refused(num_classes, tmp_path):
     root = write_photographs(tmp_path)
-    with pytest.raises(DataError, match=rf"each of {num_classes} classes, found 2; set data.num_classes=2"):
+    with pytest.raises(DataError, match=rf"each of {num_classes} classes, found 2; set num_classes=2"):
         built("data=imagefolder", f"data.root={root}", f"data.num_classes={num_classes}")
 
 
