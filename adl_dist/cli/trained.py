@@ -26,7 +26,7 @@ from adl_dist.report import say, tell
 from adl_dist.report.files import write_atomically
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage import in_dtype
-from adl_dist.stage.metrics import PERPLEXITY, TOP
+from adl_dist.stage.metrics import PERPLEXITY
 
 GROUPS = ("model", "data", "loss", "train.metrics")  # of the settings that these commands take
 OF_TRANSFORMERS = "adl_dist.models.hf_model"  # model._target_ of a run whose weights from_pretrained can load
@@ -74,9 +74,7 @@ def _complete(
             "makes (training dataset, validation dataset), or data=NAME"
         )
     saved = layout.read_manifest(path)["metrics"]
-    config.train.metrics = config.train.metrics or [
-        name for name in (*TOP, PERPLEXITY) if f"validation_{name}" in saved
-    ]
+    config.train.metrics = config.train.metrics or [n for n in ("top5", PERPLEXITY) if f"validation_{n}" in saved]
     if any(word.startswith("loss") for word in words):
         return
     loss_fn, name, tensors = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)
