@@ -82,11 +82,13 @@ class DivergedError(AdlError, ArithmeticError):
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
         way_out = "no rate has acted yet: look for NaN in the data"
-        if update or "validation" in what:  # which comes after the update
+        if what.startswith("no target"):
+            way_out = "leave out samples without targets, or skip such updates: train.non_finite=skip"
+        elif update or "validation" in what:  # which comes after the update
             way_out = (
-                "the last checkpoint is kept, if there is one. In a new run_dir, lower optimizer.lr, lengthen "
-                "lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the staleness; or is "
-                "there NaN in the data?"
+                "lower the learning rate, lengthen its warm-up or, if the method has staleness, raise "
+                "method.accumulation_steps; or is there NaN in the data? A run_dir keeps its last checkpoint: "
+                "begin in a new one"
             )
         super().__init__(f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); {way_out}")
 

@@ -16,10 +16,14 @@ PYTHON_NAMES: dict[str, tuple[str, str]] = {
     **{f"train.{name}": ("", name) for name in ("batch_size", "epochs", "max_updates", "metrics", "ema")},
     "train.eval_every_updates": ("", "eval_every_updates"),
     "loss.reduction": ("", "loss_reduction"),
+    "loss._target_": ("", "loss_fn"),
+    "optimizer.rules": ("", "rules"),
+    "data.num_classes": ("", "num_classes"),
     "data.num_workers": ("", "num_workers"),
     "data.shuffle": ("", "shuffle"),
 }
-KEY = re.compile(r"\b((?:method|partition|train|runtime|loss|data)\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
+GROUP = r"(?:method|partition|train|runtime|loss|data|optimizer)"
+KEY = re.compile(rf"\b({GROUP}\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
 NULL = re.compile(r"(?<![\w/.=-])null(?![\w/.-])")  # as a word of ours
 _shows_keys = False
 

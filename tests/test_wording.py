@@ -16,6 +16,9 @@ from adl_dist.wording import keys_shown, worded
         ("method.mitigation=[predict] runtime.device=cpu.",
          "method(mitigation=['predict']) ProcessOptions(device='cpu')."),
         ("runtime.profile_memory=true", "Monitoring(memory=True)"),
+        ("choose another loss._target_, or", "choose another loss_fn, or"),
+        ("an output for each class (data.num_classes)", "an output for each class (num_classes)"),
+        ("optimizer.rules[0] sets nothing", "rules[0] sets nothing"),
         ("optimizer.lr and data.root; null: none", "optimizer.lr and data.root; None: none"),
     ],
 )  # fmt: skip

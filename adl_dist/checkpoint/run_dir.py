@@ -276,7 +276,7 @@ class RunFolder:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
                 f"run_dir={self.place} belongs to another run: {shown}{more}; choose another run_dir "
-                "(with resume=CHECKPOINT to begin with the weights of this one), or give the run's own settings to "
+                "(with init_from=CHECKPOINT to begin with the weights of this one), or give the run's own settings to "
                 "continue it"
             )
 

@@ -37,7 +37,7 @@ def named_folders(
             raise ConfigError(f"adl-dist {command} takes one {key}=, got {options[key]} and {value}")
         if equals and key in takes:
             options[key] = value
-        elif equals and key.lstrip("+~").partition(".")[0] in groups:
+        elif equals and {name := key.lstrip("+~"), name.partition(".")[0]} & {*groups}:
             settings.append(argument)
         elif equals and key == "run_dir":
             folders.append(value)

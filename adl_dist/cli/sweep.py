@@ -208,7 +208,7 @@ def run(sweep: Sweep) -> int:
         failed = [job for job in sweep.jobs if job.status == "unfinished"]
         if runs := read_runs([job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]):
             lines = [f"failed: {job.name}, {last_error(job.folder / LOG)}; see {job.folder / LOG}" for job in failed]
-            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, failed=lines)}")
+            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, notes=lines)}")
     return 1 if failed else 0
 
 

@@ -26,8 +26,9 @@ from adl_dist.report import say, tell
 from adl_dist.report.files import write_atomically
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage import in_dtype
+from adl_dist.stage.metrics import PERPLEXITY
 
-GROUPS = ("model", "data", "loss")  # of the settings that these commands take
+GROUPS = ("model", "data", "loss", "train.metrics")  # of the settings that these commands take
 OF_TRANSFORMERS = "adl_dist.models.hf_model"  # model._target_ of a run whose weights from_pretrained can load
 KEYS = {"_target_", "task", "config", "weights", "download"}  # of that node; others replace entries of config.json
 
@@ -47,7 +48,8 @@ def evaluate(arguments: list[str]) -> None:
     run_dir, options, words, ema = _read("evaluate", arguments)
     config = instantiate.run_with(run_dir, words)
     path = chosen_checkpoint(run_dir, options.get("checkpoint"))
-    _check_loss(run_dir, path, config, words)
+    if is_of_script(plain := content_of(run_dir)):
+        _complete(run_dir, path, plain, config, words)
     if config.runtime.device == "cuda" and not torch.cuda.is_available():
         config.runtime.device = "cpu"
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
@@ -62,13 +64,21 @@ def evaluate(arguments: list[str]) -> None:
     say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
-def _check_loss(run_dir: PurePath, path: PurePath, config: RunConfig, words: Sequence[str]) -> None:
-    """Refuse the default loss for a script's run trained with another loss."""
-    plain = content_of(run_dir)
-    if not is_of_script(plain) or any(word.startswith("loss") for word in words):
+def _complete(
+    run_dir: PurePath, path: PurePath, plain: Mapping[str, Any], config: RunConfig, words: Sequence[str]
+) -> None:
+    """Add the metrics of a script's run; refuse data and a loss by default."""
+    if not any(word.lstrip("+").startswith(("data=", "data._target_=")) for word in words):
+        raise ConfigError(
+            f"{run_dir} is the run of a script, so its data is not known here; add data._target_=MODULE.NAME, which "
+            "makes (training dataset, validation dataset), or data=NAME"
+        )
+    saved = layout.read_manifest(path)["metrics"]
+    config.train.metrics = config.train.metrics or [n for n in ("top5", PERPLEXITY) if f"validation_{n}" in saved]
+    if any(word.startswith("loss") for word in words):
         return
-    loss_fn, name, saved = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)
-    held = saved.keys() - (loss_fn.state_dict() if isinstance(loss_fn, nn.Module) else {}).keys()
+    loss_fn, name, tensors = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)
+    held = tensors.keys() - (loss_fn.state_dict() if isinstance(loss_fn, nn.Module) else {}).keys()
     if held or name not in (class_name(loss_fn), class_name(cross_entropy)):
         raise ConfigError(
             f"{run_dir} is the run of a script whose loss was {name}{f' with {min(held)}' if held else ''}; add "

@@ -82,10 +82,12 @@ def _as_tensor(value: Any, what: str, where: str) -> Tensor:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         # A copy: torch takes no flipped, read-only or foreign-endian array.
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+    way_out = "add a transform that converts it, for example torchvision's ToTensor for images"
+    if isinstance(value, list):
+        way_out = "make one tensor of it, by torch.tensor of numbers, by torch.stack of tensors"
     raise DataError(
         f"{where} expected {what} that is a tensor, a numeric numpy array or a number, or a tuple or a dictionary of "
-        f"these, got {_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for "
-        "images"
+        f"these, got {_type_name(value)}; {way_out}"
     )
 
 

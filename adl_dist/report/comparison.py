@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -50,13 +49,13 @@ def compare(
     if not paths:
         raise ConfigError("there is no run to compare; give folders of runs")
     chosen = [] if reference is None else [Path(reference)]
-    runs = _distinct(read_runs(dict.fromkeys([*chosen, *folders_below(paths)])))
+    runs, notes = _distinct(read_runs(dict.fromkeys([*chosen, *folders_below(paths)])))
     goal = runs[0] if chosen else None
     if out is None:
-        return _text(_references_first(runs), command=command, reference=goal)
+        return _text(_references_first(runs), command=command, reference=goal, notes=notes)
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
-        return write_comparison(Path(out), runs, command=command, reference=goal)
+        return write_comparison(Path(out), runs, command=command, reference=goal, notes=notes)
     except OSError as error:
         raise ConfigError(f"out={out} cannot be written: {error.strerror}; give another out=") from error
 
@@ -75,27 +74,39 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
     return list(folders)
 
 
-def _distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return ``runs`` without repetitions of equal settings and results."""
-    first: dict[str, Run] = {}
+def _distinct(runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
+    """Return ``runs`` without repetitions, and a line about each of these.
+
+    Runs of equal settings with other results, like a script's with another model, are labeled by their folders.
+    """
+    first, notes = dict[str, Run](), list[str]()
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key not in ("run_dir", "resume")}
         curves = [run.curves.get(name, ()) for name in ("train/loss", LOSS.name, ACCURACY.name)]
-        first.setdefault(repr((settings, [[point.value for point in curve] for curve in curves])), run)
-    return [*first.values()]
+        kept = first.setdefault(repr((settings, [[point.value for point in curve] for curve in curves])), run)
+        if kept is not run:
+            notes.append(f"{run.folder} has the settings and results of {kept.folder}; counted once")
+    alike: dict[tuple[str, int, int], list[Run]] = {}
+    for run in first.values():
+        alike.setdefault((run.label, run.num_stages, run.seed), []).append(run)
+    for several in (each for each in alike.values() if len(each) > 1):
+        above = os.path.commonpath([run.folder.absolute().parent for run in several])
+        for run in several:
+            run.label += f" ({os.path.relpath(run.folder, above)})"
+    return [*first.values()], notes
 
 
 def write_comparison(
-    folder: Path, runs: Sequence[Run], *, command: str, reference: Run | None = None, failed: Sequence[str] = ()
+    folder: Path, runs: Sequence[Run], *, command: str, reference: Run | None = None, notes: Sequence[str] = ()
 ) -> str:
     """Write comparison.md, which is returned, comparison.csv and curves.
 
-    ``failed`` are lines about runs without a result.
+    ``notes`` are lines about runs that are left out.
     """
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     runs = _references_first(runs)
-    text = _text(runs, command=command, reference=reference, failed=failed)
+    text = _text(runs, command=command, reference=reference, notes=notes)
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
     further = dict.fromkeys(name for run in runs for name in run.result if name.startswith(VALIDATION))
@@ -115,17 +126,16 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
 
 
-def _text(runs: Sequence[Run], *, command: str, reference: Run | None, failed: Sequence[str] = ()) -> str:
+def _text(runs: Sequence[Run], *, command: str, reference: Run | None, notes: Sequence[str] = ()) -> str:
     origin = (
         f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    common = Counter(map(_name, runs))  # equal settings may have other results, as on another machine
-    names = {str(run.folder): _name(run) + f" ({run.folder.name})" * (common[_name(run)] > 1) for run in runs}
+    names = {str(run.folder): _name(run) for run in runs}
     goals = overhead_rows(runs, names, reference)
     reached = [_with_note(goals, overhead_note(runs, names, reference))] if goals else []
-    return "\n\n".join([_table(runs, measure_of(runs)), *failed, *reached, *_memory_table(runs), origin]) + "\n"
+    return "\n\n".join([_table(runs, measure_of(runs)), *notes, *reached, *_memory_table(runs), origin]) + "\n"
 
 
 def _with_note(rows: Sequence[Sequence[object]], note: str) -> str:

@@ -151,7 +151,8 @@ def check_loggers(loggers: Sequence[Any]) -> None:
         if isinstance(one, str):
             if one not in LOGGERS:
                 raise ConfigError(
-                    f"runtime.loggers: there is no '{one}'; choose of {', '.join(LOGGERS)}, or give your own"
+                    f"runtime.loggers: there is no '{one}'; choose of {', '.join(LOGGERS)}, or give an object of "
+                    "your own, on the command line by what makes it, my.module.make"
                 )
             if importlib.util.find_spec(one) is None:
                 raise ConfigError(f"runtime.loggers: {one} is not installed here: pip install {one}")

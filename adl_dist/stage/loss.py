@@ -332,10 +332,12 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the user's own loss can raise anything
-        way_out = "choose another loss._target_ (loss_fn), or correct the model's output or the targets"
+        way_out = "choose another loss._target_, or correct the model's output or the targets"
         shapes = [one.shape for one in (out, target) if isinstance(one, Tensor)]
         if hasattr(out, "logits"):
-            way_out = "let the loss take output.logits, or use the model's own, loss_fn='model' (docs/recipes.md)"
+            way_out = "let the loss take output.logits"
+            if not isinstance(loss_fn, ModelLoss):
+                way_out += ", or use the model's own, loss_fn='model' (docs/recipes.md)"
         elif class_loss(loss_fn) and len(shapes) == 2 and len(shapes[1]) > 1 and shapes[0][:-1] == shapes[1]:
             way_out = "for outputs with the classes last, use loss=tokens (adl_dist.losses.TokenCrossEntropy)"
         raise ConfigError(

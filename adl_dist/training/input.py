@@ -156,7 +156,7 @@ def check_targets(
         )
     raise DataError(
         f"{where} has target {value}, but the model has {num_outputs} outputs, so targets must be in [0, "
-        f"{num_outputs}); set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
+        f"{num_outputs}); give the model an output for each class (data.num_classes), or correct the targets"
     )
 
 

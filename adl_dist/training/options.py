@@ -115,7 +115,7 @@ class Monitoring:
     tensorboard: bool = setting(True, "write the curves of metrics.jsonl also to run_dir/tensorboard")
     loggers: Sequence[Any] = setting(
         (),
-        "more loggers: mlflow, wandb, or one of your own, my.module.make; docs/own.md",
+        "more loggers: mlflow, wandb, or your own: my.module.make, in a script the object; docs/own.md",
         expected="a list, like [mlflow]",
     )
     trace: bool = setting(False, "write run_dir/trace.json: what each stage did and when; docs/runs.md")

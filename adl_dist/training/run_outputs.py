@@ -55,6 +55,7 @@ class Outputs:
         """Raise ConfigError for an output that this run cannot make."""
         monitoring, pipeline = self.monitoring, spec.pipeline
         given = {f"resume={resume}": resume != "auto", "trace=True": monitoring.trace, "loggers": monitoring.loggers}
+        given["runtime.checkpoint_every_updates"] = self.checkpoints.every_updates
         if run_dir is None and (needing := [name for name, is_given in given.items() if is_given]):
             raise ConfigError(f"{needing[0]} needs a run_dir, but there is none; give one, or omit it")
         num_processes = pipeline.num_processes if is_distributed else 1
@@ -67,12 +68,13 @@ class Outputs:
         for goal in (self.checkpoints.goal, *self.callbacks.goals):
             goal.check([metric.name for metric in metrics_of(spec.metrics, None)])
 
-    def check_validation(self, has_validation: bool, *, saves: bool) -> None:
+    def check_validation(self, has_validation: bool, every: int | None, *, saves: bool) -> None:
         """Raise ConfigError for an output that needs a missing validation.
 
-        With ``saves`` there are checkpoints, of which one may be the best.
+        ``every`` is ``eval_every_updates``. With ``saves`` there are checkpoints, of which one may be the best.
         """
         given = {"runtime.keep_best=true": saves and self.checkpoints.keep_best, "EarlyStopping": self.callbacks.goals}
+        given["train.eval_every_updates"] = every
         if not has_validation and (needing := [name for name, is_given in given.items() if is_given]):
             raise ConfigError(f"{needing[0]} needs a validation dataset, but there is none; give one, or omit it")
 

@@ -153,9 +153,9 @@ def check_consistent(
         theirs = flatten(message["values"])
         for name in (n for n in {**mine, **theirs} if mine.get(n, "missing") != theirs.get(n, "missing")):
             both = (values.get(name, "missing") for values in (mine, theirs))
-            here, there = (shorten(str(value), 60, placeholder="...") for value in both)
+            own, foreign = (shorten(str(value), 60, placeholder="...") for value in both)
             raise ConfigError(
-                f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
+                f"the ranks were not given the same job: {name} is {own} on rank {rank} and {foreign} on rank {other}; "
                 "start all ranks with one command, and let all make the same"
             )
         for name, elements in initial.items():

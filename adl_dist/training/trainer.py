@@ -161,7 +161,7 @@ class Trainer:
             lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
-            metrics=tuple(metrics),
+            metrics=(metrics,) if isinstance(metrics, str) else tuple(metrics),
             ema=ema,
             seed=seed,
         )
@@ -308,7 +308,9 @@ class Trainer:
         with self._keep_modes(), self._start_job(world, folder) as (running, agreement):
             folder, resume = self._agreed_folder(world, agreement, folder, known_by, resume, later)
             if self.needs_data:
-                outputs.check_validation(data.validation is not None, saves=folder is not None)
+                outputs.check_validation(
+                    data.validation is not None, length["eval_every_updates"], saves=folder is not None
+                )
             if self._spec.gradients is not self._gradients:
                 scope = self._spec.gradients.clip_scope
                 outputs.notes.append(f"note: gradients are clipped as when this run began: train.clip_scope={scope}")

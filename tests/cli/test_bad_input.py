@@ -71,7 +71,7 @@ MISFITS = [
     ([f"data._target_={USER}.a_list"], ["sample ", "expected a pair (input, target), got int", "__getitem__"]),
 ]
 IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
-DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
+DIVERGES = ["lower the learning rate", "if the method has staleness, raise method.accumulation_steps"]
 BAD_VALIDATION = [f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]
 # What shows at some micro-batch: nothing is saved but what was trained before a validation.
 IN_TRAINING = [
@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
     explodes = [f"model._target_={USER}.explodes", "model.after=9"]
     line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
-    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "the last checkpoint is kept"])
+    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "keeps its last checkpoint"])
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
     in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
     kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))

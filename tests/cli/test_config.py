@@ -185,6 +185,19 @@ def test_a_loss_may_be_a_function_or_what_makes_one(loss):
     assert instantiate.build_loss(config)(*given) == expected
 
 
+def own_sgd(weights, lr):
+    return torch.optim.SGD(weights, lr=lr)
+
+
+def own_warm(opt, total_updates, length=2):
+    return torch.optim.lr_scheduler.LinearLR(opt, total_iters=min(total_updates, length))
+
+
+def test_the_first_argument_of_a_factory_may_have_any_name():
+    own = [f"optimizer._target_={__name__}.own_sgd", "optimizer.lr=0.1", f"lr_schedule._target_={__name__}.own_warm"]
+    instantiate.check_targets(compose_run([*own, "lr_schedule.length=3"])[0])
+
+
 ABORT_SECONDS = {
     "runtime.watchdog_abort_seconds=90.5": 90.5,
     "runtime.watchdog_abort_seconds=null": None,

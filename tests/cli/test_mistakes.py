@@ -48,6 +48,7 @@ SETTINGS = {
     # values that do not fit together
     "train.batch_size=3": ["train.batch_size=3", "method.accumulation_steps=4", "use train.batch_size>=4"],
     "runtime.autocast=float16": ["runtime.autocast: there is no 'float16'; choose one of null, bfloat16"],
+    "runtime.loggers=[mine]": ["there is no 'mine'", "on the command line by what makes it, my.module.make"],
     "runtime.loggers=mlflow": ["runtime.loggers must be a list, like [mlflow], got 'mlflow'"],
     "runtime.watchdog_abort_seconds=9": ["must be above runtime.watchdog_warn_seconds=60.0, or null for never"],
     "partition.balance=evn": ["partition.balance must be one of 'flops', 'even', 'auto', a list of", "got 'evn'"],

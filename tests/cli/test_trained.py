@@ -127,6 +127,18 @@ def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     shows(shown, [f"validation loss {summary['validation_loss']:.4f}"])
 
 
+def test_a_scripts_run_is_evaluated_on_its_data_and_metrics(tmp_path):
+    """Not on the default data; the metrics are the recorded ones, or chosen."""
+    trainer, data, run_dir = toy_trainer(2, 2, metrics=["top5"]), FixedImages(16), str(tmp_path / "run")
+    trainer.fit(data, val_dataset=data, epochs=1, batch_size=8, run_dir=run_dir, monitoring=QUIET)
+    refusal = in_process("evaluate", run_dir, OF_SCRIPT[0], "data.num_workers=0").refusal()
+    shows(refusal, ["its data is not known here; add data._target_=MODULE.NAME"])
+    shows(in_process("evaluate", run_dir, *OF_SCRIPT).out, ["validation top5"])
+    shown = in_process("evaluate", run_dir, *OF_SCRIPT, "train.metrics=[perplexity]").out
+    assert "validation perplexity" in shown
+    assert "top5" not in shown
+
+
 def test_a_scripts_run_is_not_evaluated_by_another_loss(tmp_path):
     """The value is that of the plain model."""
     trainer, data, run_dir = toy_trainer(2, 2, loss_fn=nn.MultiMarginLoss()), FixedImages(16), str(tmp_path / "run")

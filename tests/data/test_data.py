@@ -204,6 +204,7 @@ def test_signals_to_all_processes_leave_workers_alone():
         ((1.0, 2.0, 3.0), r"expected a pair \(input, target\), got tuple of 3"),
         (torch.zeros(2), r"expected a pair \(input, target\), got torch\.Tensor"),
         ((Image.new("L", (4, 4)), 0), r"expected an input that is a tensor.*got PIL\.Image\.Image; add a transform"),
+        (([[1.0, 2.0], [3.0, 4.0]], 0), r"got list; make one tensor of it, by torch\.tensor of numbers"),
         ((torch.zeros(4), "cat"), "expected a target that is a tensor.*got str"),
         ((np.array(["a", "b"]), 0), r"expected an input that is a tensor.*got numpy\.ndarray"),
         (
@@ -332,7 +333,7 @@ def test_an_image_that_cannot_be_read_is_named(content, tmp_path):
 @pytest.mark.parametrize("num_classes", [1, 3])
 def test_other_numbers_of_classes_than_folders_are_refused(num_classes, tmp_path):
     root = write_photographs(tmp_path)
-    with pytest.raises(DataError, match=rf"each of {num_classes} classes, found 2; set data.num_classes=2"):
+    with pytest.raises(DataError, match=rf"each of {num_classes} classes, found 2; set num_classes=2"):
         built("data=imagefolder", f"data.root={root}", f"data.num_classes={num_classes}")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
-from adl_dist.losses import TokenCrossEntropy
+from adl_dist.losses import ModelLoss, TokenCrossEntropy
 from adl_dist.stage.loss import (
     SumCountLoss,
     check_is_mean,
@@ -199,6 +200,17 @@ def miscounted(out, target):
 
 
 miscounted.num_terms = lambda target: target.numel() + len(target) ** 2
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+
+
+@pytest.mark.parametrize(("loss_fn", "advises_own"), [(nn.CrossEntropyLoss(), True), (ModelLoss(), False)])
+def test_of_an_output_with_logits_another_loss_is_advised(loss_fn, advises_own):
+    with pytest.raises(ConfigError, match=r"let the loss take output\.logits") as told:
+        try_loss(1, "it", Output(logits=torch.zeros(2, 3)), torch.zeros(2, dtype=torch.long), loss_fn)
+    assert ("use the model's own" in str(told.value)) == advises_own
 
 
 def test_a_loss_that_pairs_all_with_all_is_refused():

@@ -106,6 +106,14 @@ def test_stages_with_heads_cannot_skip_in_all_stages(name):
     GradientPolicy(**SKIP).check(Pipeline(adl_dist.method(name), 1))
 
 
+def test_an_update_without_a_target_that_counts_says_so():
+    data = FixedImages(24)
+    data.labels[8:16] = [-1] * 8
+    trainer = toy_trainer(2, 4, loss_fn=nn.CrossEntropyLoss(ignore_index=-1))
+    with pytest.raises(DivergedError, match=r"no target of this update counts, so the loss is nan at update 1 .*skip"):
+        trainer.fit(data, epochs=1, batch_size=8, shuffle=False, monitoring=QUIET)
+
+
 @pytest.mark.parametrize("method", ["adl", "gpipe"])
 def test_the_stage_nearest_the_loss_reports_a_shared_fault(method):
     for seed in range(2):

@@ -11,6 +11,7 @@ from adl_dist import EpochMetric, Loading
 from adl_dist.errors import ConfigError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
+from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT
 from tests.training.test_structured_batches import batches
 
@@ -112,3 +113,10 @@ def test_accuracy_by_name_finds_classes_in_the_last_dimension():
     summary = trainer.fit(Sentences(), epochs=1, batch_size=20, shuffle=False, **how)
     state = {name.removeprefix("inner."): tensor for name, tensor in trainer.full_state_dict().items()}
     assert summary["validation_accuracy"] == pytest.approx(by_torch(state)["validation_accuracy"])
+
+
+def test_one_name_is_a_list_of_one_metric():
+    summary = toy_trainer(1, 1, metrics="top5").fit(
+        FixedImages(8), val_dataset=FixedImages(8), epochs=1, batch_size=8, monitoring=SILENT
+    )
+    assert "validation_top5" in summary

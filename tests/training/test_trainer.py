@@ -172,6 +172,8 @@ def test_a_second_fit_continues_like_a_fresh_trainer():
     ("arguments", "message"),
     [
         ({"resume": "runs/elsewhere"}, "resume=runs/elsewhere needs a run_dir"),
+        ({"checkpoints": adl_dist.CheckpointPolicy(every_updates=2)}, r"every_updates=\.\.\.\) needs a run_dir"),
+        ({"eval_every_updates": 2}, "eval_every_updates needs a validation dataset"),
         ({"val_dataset": [(torch.ones(2, 7, 7), 0)]}, r"validation dataset: its samples are float32\[B, 2, 7, 7\]"),
         ({"batch_size": 1}, "leaves no sample for each"),
     ],

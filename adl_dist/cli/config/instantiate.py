@@ -296,7 +296,7 @@ def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, A
     required = [p for p in open_ if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     takes_a_pair = len(required) == 2 and required == positional[:2] and not isinstance(target, type)
     is_loss = takes_a_pair or node.get("_partial_") is True
-    target, arguments = _bind("loss", given, *([p.name for p in positional[:2]] if is_loss else ()))
+    target, arguments = _bind("loss", given, num_positional=2 if is_loss else 0)
     return target, arguments, is_loss
 
 
@@ -304,7 +304,7 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
     """Return the optimizer factory, with groups by ``optimizer.rules`` if any."""
     node, path = dict(config.optimizer), config.optimizer.get("_target_")
     rules = node.pop("rules", None)
-    target, arguments = _bind("optimizer", node, "params")
+    target, arguments = _bind("optimizer", node, num_positional=1)
     rate = arguments.get("lr")
     if rate is not None and not (type(rate) in (int, float) and math.isfinite(rate)):
         raise ConfigError(f"optimizer.lr must be a finite number, got {rate!r}")
@@ -319,10 +319,10 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
     """Return the factory of the LR scheduler."""
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
-    supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
+    supplied = taken & {"updates_per_epoch", "total_updates"}
     if "total_steps" in taken - config.lr_schedule.keys():
         supplied |= {"total_steps"}
-    target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
+    target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied, num_positional=1)
     return partial(target, **arguments)
 
 
@@ -359,21 +359,23 @@ def _made(name: str, path: Any, make: Callable[[], Any], kind: Any = object, exp
     return made
 
 
-def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _bind(
+    name: str, node: Mapping[str, Any], *supplied: str, num_positional: int = 0
+) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the target and arguments of ``node``, after a check.
 
-    Together with the names ``supplied`` later they must suffice.
+    Together with the first ``num_positional`` arguments and the names ``supplied`` later they must suffice.
     """
     target = _locate(name, node)
     # An optimizer or a schedule is always made later, of what is supplied then: Hydra's _partial_.
-    of_hydra = ("_target_", "_partial_") if supplied else ("_target_",)
+    of_hydra = ("_target_", "_partial_") if num_positional else ("_target_",)
     arguments = {k: v for k, v in node.items() if k not in of_hydra}
     if (signature := _signature(target)) is None:
         return target, arguments
-    takes = [p for p in signature.parameters if p not in supplied]
+    takes = [p for p in [*signature.parameters][num_positional:] if p not in supplied]
     accepted = f"{node['_target_']} takes {', '.join(takes) or 'none'}"
     try:
-        signature.bind(**arguments, **dict.fromkeys(supplied))
+        signature.bind(*[None] * num_positional, **arguments, **dict.fromkeys(supplied))
     except TypeError as error:
         unknown = next((key for key in arguments if key not in takes), None)
         if unknown is None:
