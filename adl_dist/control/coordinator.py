@@ -114,6 +114,8 @@ class Coordinator:
         self.progress.update(record)
         if self.callbacks.any:
             self.callback_queue.put(partial(self.callbacks.take, record))
+            if self.saving is not None and (path := self.saving.saver.wait(0.0)) is not None:
+                self._tell_saved(path)
         self.totals.take(record)
 
     def _note_late_saves(self, record: Record, minutes: float) -> None:
@@ -415,10 +417,13 @@ class Coordinator:
         if saver.failure is not None and saver.failure != self._failure_recorded:
             self._failure_recorded = saver.failure
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
+        self._tell_saved(path)
+        return path
+
+    def _tell_saved(self, path: PurePath | None) -> None:
         moment, self._saved_moment = self._saved_moment, None
         if path is not None and moment is not None:
-            self.callbacks.call("on_checkpoint", replace(moment, checkpoint=path))
-        return path
+            self.callback_queue.put(partial(self.callbacks.call, "on_checkpoint", replace(moment, checkpoint=path)))
 
     def _finish_last_save(self, saver: Saver, so: str) -> None:
         self._finish_saving(saver)
