@@ -50,6 +50,7 @@ from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
 from adl_dist.stage.average import WeightAverage
+from adl_dist.stage.loss import is_of_classes
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.input import Data, Loaders
@@ -273,6 +274,8 @@ class Trainer:
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
         outputs = Outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
+        if not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._spec.metrics):
+            outputs = outputs.by_loss()
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)
