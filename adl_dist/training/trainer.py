@@ -58,7 +58,7 @@ from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel, Startup, untied
-from adl_dist.training.run_outputs import OF_RANK_0, Outputs
+from adl_dist.training.run_outputs import APART, OF_RANK_0, Outputs
 from adl_dist.training.shared_folder import say_node, share_folder
 from adl_dist.training.startup_sync import Agreement, start_call
 
@@ -289,6 +289,8 @@ class Trainer:
         resume: str,
         config: Mapping[str, Any] | None,
     ) -> Summary:
+        if not self._data.batch_size and config is None and self._distributed:  # the first fit of a script
+            outputs.notes.append(APART)
         self._data = data  # as :meth:`evaluate` loads, too
         self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
@@ -336,8 +338,7 @@ class Trainer:
                 write_after_run(saving.folder.path)
             if world.rank == 0:
                 is_measured = self._partitioned.spec.balance == "auto"
-                is_apart = config is None and world.is_distributed
-                outputs.tell_end(summary, plan.epochs, is_apart=is_apart, is_measured=is_measured)
+                outputs.tell_end(summary, plan.epochs, is_measured=is_measured)
             return summary
 
     @arguments.one_at_a_time
