@@ -33,7 +33,9 @@ class CheckpointPolicy:
     keep: int = setting(2, "newest checkpoints to keep in run_dir/checkpoints", key="keep_checkpoints", least=1)
     keep_best: bool = setting(False, "also keep the best checkpoint")
     best_metric: str | None = setting(
-        None, "metric of the best checkpoint, like validation_loss; null: accuracy or, without classes, loss"
+        None,
+        "metric of the best checkpoint, like validation_loss; null: accuracy or, without classes or with an own loss "
+        "and no metric accuracy, the loss",
     )
     best_mode: Mode | None = setting(None, "is best_metric best at its max | min; null: known of a few metrics")
     background: bool = setting(

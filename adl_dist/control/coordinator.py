@@ -114,6 +114,8 @@ class Coordinator:
         self.progress.update(record)
         if self.callbacks.any:
             self.callback_queue.put(partial(self.callbacks.take, record))
+            if self.saving is not None and (path := self.saving.saver.wait(0.0)) is not None:
+                self._tell_saved(path)
         self.totals.take(record)
 
     def _note_late_saves(self, record: Record, minutes: float) -> None:
@@ -415,18 +417,21 @@ class Coordinator:
         if saver.failure is not None and saver.failure != self._failure_recorded:
             self._failure_recorded = saver.failure
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
+        self._tell_saved(path)
+        return path
+
+    def _tell_saved(self, path: PurePath | None) -> None:
         moment, self._saved_moment = self._saved_moment, None
         if path is not None and moment is not None:
-            self.callbacks.call("on_checkpoint", replace(moment, checkpoint=path))
-        return path
+            self.callback_queue.put(partial(self.callbacks.call, "on_checkpoint", replace(moment, checkpoint=path)))
 
     def _finish_last_save(self, saver: Saver, so: str) -> None:
         self._finish_saving(saver)
         if saver.failure is not None:
-            raise SaveError(
-                f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command resumes from the newest "
-                "checkpoint"
-            )
+            then = "resumes from the newest checkpoint"
+            with suppress(OSError):  # a place out of reach may have one
+                then = then if layout.complete(saver.folder) else "begins at the start, as there is no checkpoint"
+            raise SaveError(f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command {then}")
 
     def _write_timeline(self, results: Sequence[TrainResult]) -> None:
         timelines = [result.timeline for result in results if result.timeline is not None]

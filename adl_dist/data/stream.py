@@ -1,8 +1,9 @@
 """An iterable dataset: read in its own order, continued where it was left."""
 
+import copy
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +87,26 @@ class Stream:
         """Continue at the ``place`` of a checkpoint when that is asked for."""
         self._resumed, self._at = place, None
 
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Let samples be read inside; restore the dataset's state at the end."""
+        state = None
+        with suppress(Exception), streams_kept():  # many have no state before their first sample
+            state = copy.deepcopy(self._dataset.state_dict()) if self._has_state else None
+        yield
+        self._iterator = iter(())  # first: a generator may write the state as it ends
+        if state is not None:
+            with own_code(f"{type(self._dataset).__name__}.load_state_dict()"):
+                self._dataset.load_state_dict(state)
+
     def begin(self, epoch: int, first_sample: int) -> None:
         """Move to ``first_sample`` of ``epoch``."""
         if first_sample and self._at is not None and (self._at.epoch, self._at.sample) == (epoch, first_sample):
             return
+        length = len(self._dataset) if self._has_state and hasattr(self._dataset, "__len__") else None
+        if self._at is not None and self._at.sample == length:
+            with seeded(self._seed), own_code(type(self._dataset).__name__):
+                next(self._iterator, None)  # what follows its last sample, and may move it to the start again
         kept, skipped = self._resumed, 0
         with seeded(stream_seed(self._seed, "stream", epoch)), own_code(type(self._dataset).__name__):
             if hasattr(self._dataset, "set_epoch"):

@@ -164,5 +164,6 @@ def vocab_size_next_to(path: str) -> int:
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(
         f"{path}: expected a file of tokens, but it cannot be read ({error.strerror}); adl-dist tokenize FILE... --out "
-        "FOLDER makes FOLDER/train.bin and FOLDER/validation.bin of text"
+        "FOLDER makes FOLDER/train.bin and FOLDER/validation.bin of text. A node without the data needs "
+        "data.vocab_size=NUMBER"
     )

@@ -77,7 +77,7 @@ class EarlyStopping(Callback):
         *,
         best_is: str | None = None,
     ) -> None:
-        """Watch ``metric``, by default the accuracy or, without classes, the loss.
+        """Watch ``metric``, by default as the best checkpoint does.
 
         Args:
             patience: evaluations without a better value.
@@ -179,6 +179,12 @@ class Callbacks:
     def goals(self) -> list[Goal]:
         """The goals of early stopping."""
         return [one.goal for one in self._callbacks if isinstance(one, EarlyStopping)]
+
+    def watch(self, metric: str) -> None:
+        """Let early stopping follow ``metric`` where none is named."""
+        for one in self._callbacks:
+            if isinstance(one, EarlyStopping) and one.goal.metric is None:
+                one.goal = Goal(metric)
 
     def open(self, ask: Callable[[str], object]) -> None:
         """Begin a run; ``ask(reason)`` ends it."""

@@ -94,6 +94,11 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
     return ClassLoss(settings.get("ignore_index", IGNORED), weight, own, dim)
 
 
+def is_of_classes(loss_fn: Any) -> bool:
+    """Return whether targets like classes are some: else they may be unused."""
+    return class_loss(loss_fn) is not None or isinstance(loss_fn, ModelLoss)
+
+
 def is_known_mean(loss_fn: Any) -> bool:
     """Return whether ``loss_fn`` is a loss of torch or adl_dist."""
     made_of = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn

@@ -4,8 +4,8 @@ They have the run's dtype and memory format.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,6 +107,12 @@ class DeviceLoader:
             named.exit_code = error.exit_code
             raise named from error
 
+    @contextmanager
+    def tried(self, sizes: Sequence[int]) -> Iterator[Batches]:
+        """Let the first micro-batches be read, of ``sizes``, before the run."""
+        with nullcontext() if self.stream is None else self.stream.put_back(), closing(self.batches(0, sizes)) as found:
+            yield found
+
     def close(self) -> None:
         """End the processes that load."""
         self._loader.close()
@@ -118,7 +124,7 @@ class DeviceLoader:
         times = min(4, self._loader.num_samples)
         sizes = [min(micro_batch_size, self._loader.num_samples // times)] * times
         seconds = []
-        with closing(self.batches(0, sizes)) as batches:
+        with self.tried(sizes) as batches:
             for _ in sizes:
                 start = time.perf_counter()
                 next(batches)

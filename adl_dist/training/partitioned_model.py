@@ -413,6 +413,9 @@ def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule])
     notes = []
     for first, parameter in model.named_parameters():
         holders = plan.holders[first]
+        for stage in stages:
+            if first in stage.copies:  # of a frozen one, too
+                take_role(parameters_by_name(stage)[first], parameter)
         if not parameter.requires_grad or len(holders) < 2:
             continue
         _check_unwatched(parameter, first)
@@ -422,9 +425,6 @@ def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule])
             f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} one parameter: stages "
             f"{', '.join(map(str, holders))} each hold a copy and apply the sum of all gradients (partition.tied=share)"
         )
-        for stage in stages:
-            if first in stage.copies:
-                take_role(parameters_by_name(stage)[first], parameter)
     return ties, notes
 
 

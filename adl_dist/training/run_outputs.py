@@ -6,7 +6,7 @@ import platform
 import shlex
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,11 @@ from adl_dist.training.options import Monitoring
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.wording import worded
 
+# Of a script's model, under torchrun.
+APART = (
+    "note: the model of each process holds the trained weights of its own stage only, also for callbacks; "
+    "trainer.full_state_dict(), called on every rank after fit, has all"
+)
 OF_RANK_0 = ""  # the run folder of a rank that was given none: rank 0's, if it has one
 
 
@@ -43,6 +48,12 @@ class Outputs:
     callbacks: Callbacks = field(default_factory=Callbacks)
     callback_queue: CallbackQueue = field(default_factory=CallbackQueue)
     notes: list[str] = field(default_factory=list)  # further lines for the user at the start
+
+    def by_loss(self) -> "Outputs":
+        """Let the loss choose the best weights, if no metric is named."""
+        loss = "validation_loss"
+        self.callbacks.watch(loss)
+        return replace(self, checkpoints=replace(self.checkpoints, best_metric=self.checkpoints.best_metric or loss))
 
     def check(
         self,
@@ -120,10 +131,10 @@ class Outputs:
             _write_start(saving.folder.path, worker, partitioned)
         return progress
 
-    def tell_end(self, summary: Summary, epochs: int, *, is_apart: bool, is_measured: bool) -> None:
-        """Tell of a stop, or how busy stages were, and where the weights are.
+    def tell_end(self, summary: Summary, epochs: int, *, is_measured: bool) -> None:
+        """Tell of a stop, or how busy stages were.
 
-        The model ``is_apart`` in the processes of a script. A cut that ``is_measured`` cannot be better.
+        A cut that ``is_measured`` cannot be better.
         """
         if (stopped := summary.get("stopped")) is not None:
             complete = f"{stopped['epoch']} of {epochs} epochs complete"
@@ -145,11 +156,6 @@ class Outputs:
             say(
                 f"note: stages were busy {busy} of the time: the cut is uneven; partition.balance=auto measures it, "
                 "and cuts where it is best"
-            )
-        if is_apart and not self.monitoring.quiet:
-            say(
-                "note: the model of each process holds the trained weights of its own stage only; "
-                "trainer.full_state_dict(), called on every rank, has all"
             )
 
 

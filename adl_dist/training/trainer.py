@@ -50,6 +50,7 @@ from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
 from adl_dist.stage.average import WeightAverage
+from adl_dist.stage.loss import is_of_classes
 from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.input import Data, Loaders
@@ -57,7 +58,7 @@ from adl_dist.training.lazy_weights import prepare_weights
 from adl_dist.training.measured import record_delays
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel, Startup, untied
-from adl_dist.training.run_outputs import OF_RANK_0, Outputs
+from adl_dist.training.run_outputs import APART, OF_RANK_0, Outputs
 from adl_dist.training.shared_folder import say_node, share_folder
 from adl_dist.training.startup_sync import Agreement, start_call
 
@@ -273,6 +274,8 @@ class Trainer:
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
         outputs = Outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
+        if not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._spec.metrics):
+            outputs = outputs.by_loss()
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)
@@ -286,6 +289,8 @@ class Trainer:
         resume: str,
         config: Mapping[str, Any] | None,
     ) -> Summary:
+        if not self._data.batch_size and config is None and self._distributed:  # the first fit of a script
+            outputs.notes.append(APART)
         self._data = data  # as :meth:`evaluate` loads, too
         self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
@@ -335,8 +340,7 @@ class Trainer:
                 write_after_run(saving.folder.path)
             if world.rank == 0:
                 is_measured = self._partitioned.spec.balance == "auto"
-                is_apart = config is None and world.is_distributed
-                outputs.tell_end(summary, plan.epochs, is_apart=is_apart, is_measured=is_measured)
+                outputs.tell_end(summary, plan.epochs, is_measured=is_measured)
             return summary
 
     @arguments.one_at_a_time

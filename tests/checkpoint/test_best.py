@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import adl_dist
 from adl_dist.checkpoint import layout
@@ -66,6 +67,25 @@ def test_without_a_choice_accuracy_counts_and_then_the_loss():
     assert goal.score(worse) < goal.score(better)
     assert goal.score({"validation_loss": 1.0}) > goal.score({"validation_loss": 2.0})
     assert goal.score({}) is None
+
+
+def own_loss(out, target):
+    return nn.functional.cross_entropy(out, target)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "metrics", "metric"),
+    [(own_loss, [], "validation_loss"), (own_loss, ["accuracy"], None), (nn.CrossEntropyLoss(), [], None)],
+    ids=["own", "accuracy asked for", "torch's"],
+)
+def test_a_loss_of_ones_own_decides_itself(loss_fn, metrics, metric, tmp_path):
+    """Its target may be of no class, and its accuracy say nothing."""
+    stopping, policy = adl_dist.EarlyStopping(), adl_dist.CheckpointPolicy(keep_best=True)
+    trainer = toy_trainer(1, loss_fn=loss_fn, metrics=metrics, verify=False)
+    given = {"val_dataset": FixedImages(4, seed=1), "monitoring": SILENT, "callbacks": [stopping]}
+    trainer.fit(FixedImages(4), epochs=1, batch_size=4, run_dir=tmp_path, checkpoints=policy, **given)
+    (saved,) = layout.complete(tmp_path / "checkpoints")
+    assert [layout.read_manifest(saved)["goal"]["metric"], stopping.goal.metric] == [metric, metric]
 
 
 def test_a_metric_without_its_prefix_is_told_with_it():

@@ -220,6 +220,13 @@ def test_a_run_whose_last_save_fails_resumes_from_the_one_before(tmp_path, monke
     assert "resumed from" in outcome.out
 
 
+def test_a_run_that_never_saved_has_no_checkpoint_to_resume(tmp_path, monkeypatch):
+    full_after(monkeypatch, 1000)
+    outcome = in_process(*words(tmp_path))
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1].endswith("the same command begins at the start, as there is no checkpoint")
+
+
 # --- other files -----------------------------------------------------------------------------------------------------
 
 

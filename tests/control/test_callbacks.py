@@ -89,6 +89,14 @@ def test_callbacks_hear_all_in_order(tmp_path):
     assert of_epoch["validation_loss"] == next(one["value"] for one in records if one["name"] == "validation/loss")
 
 
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_checkpoint_is_told_of_before_the_next_one(K, tmp_path):
+    diary, policy = Diary(), adl_dist.CheckpointPolicy(every_updates=2, background=False)
+    fit([diary], K=K, epochs=1, run_dir=tmp_path, checkpoints=policy)
+    told = [line[:2] for line in diary.lines]
+    assert told.index(("checkpoint", 2)) < told.index(("update", 4))
+
+
 def diary_and_drawing(folder):
     return diary_of(folder), drawing_and_plain()
 

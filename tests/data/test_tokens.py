@@ -77,6 +77,8 @@ def test_the_vocabulary_next_to_tokens_says_how_many_there_are(tmp_path):
         vocab_size_next_to(path)
     (tmp_path / FILE).write_text(Vocabulary.of_chars(["abc", "cäd"]).to_json())
     assert vocab_size_next_to(path) == 5
+    with pytest.raises(DataError, match=r"without the data needs data.vocab_size=NUMBER$"):
+        vocab_size_next_to(f"{path}.missing")
     for damaged in ("", "[]", '{"kind": "byte"}'):
         (tmp_path / FILE).write_text(damaged)
         with pytest.raises(DataError, match="is not a vocabulary of adl-dist tokenize"):

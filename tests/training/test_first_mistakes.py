@@ -139,6 +139,14 @@ def test_a_traceback_has_no_frames_of_ours(K):
     assert [code.co_name for code in frames if "/adl_dist/" in code.co_filename.replace(os.getcwd(), "")] == ["alone"]
 
 
+def test_an_id_without_a_row_is_told_with_its_micro_batch():
+    ids = torch.arange(8)
+    ids[7] = 57
+    trainer = toy_trainer(2, 2, model=nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3)), balance=[1, 1])
+    with pytest.raises(DataError, match=r"a row for each id in the data\? Those of micro-batch 3 are at most 57$"):
+        trainer.fit([(i, 0) for i in ids], epochs=1, batch_size=4, shuffle=False, monitoring=SILENT)
+
+
 def test_inference_mode_around_a_training_changes_nothing():
     expected = fit(toy_trainer(2)).full_state_dict()
     trainer = toy_trainer(2)

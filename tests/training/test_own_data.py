@@ -12,7 +12,7 @@ from adl_dist import Loading
 from adl_dist.data import Loader
 from adl_dist.errors import AdlError
 from tests.support.runs import toy_trainer
-from tests.support.sentences import Resumable, Streamed, encoder, padded
+from tests.support.sentences import Resumable, Streamed, encoder, padded, sentence
 from tests.support.values import QUIET
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -39,6 +39,34 @@ def test_an_iterable_is_resumed_in_mid_epoch_to_the_bit(make, tmp_path):
     Resumable.made = 0
     assert are_equal(trained(make(), **parts), whole)
     assert Resumable.made < 20 + 12 + 4, "what was read before is not read again"
+
+
+class GoesOn(Streamed):
+    """Goes on where it is, and begins again only after its last sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def __iter__(self):
+        while self.start < self.num:
+            self.start += 1
+            self.read.append(self.start)
+            yield sentence(self.start)
+        self.start = 0
+
+    def state_dict(self):
+        return {"start": self.start}
+
+    def load_state_dict(self, state):
+        self.start = state["start"]
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_the_trial_takes_no_sample_of_an_iterable_away(K):
+    dataset = GoesOn()
+    trained(dataset, K=K)
+    assert dataset.read[-40:] == [*range(1, 21)] * 2
 
 
 def test_the_samples_of_an_iterable_do_not_depend_on_m_or_k():

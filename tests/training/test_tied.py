@@ -159,6 +159,18 @@ def test_a_copy_without_a_gradient_is_refused_by_name():
         train_tied(4, 1, model=model)
 
 
+def test_muon_knows_the_role_of_a_frozen_copy():
+    def frozen():
+        net = tied_net()
+        for name in SHARED[0][0], SHARED[1][0]:
+            net.get_parameter(name).requires_grad_(False)
+        return net
+
+    got = [train_tied(K, 2, method="1f1b", model=frozen, optimizer=Muon)[0] for K in (1, 2)]
+    assert_close(*got)
+    assert torch.equal(got[1][SHARED[1][2]], tied_net().state_dict()[SHARED[1][0]].double())
+
+
 @pytest.mark.parametrize("name", ["1f1b", "adl"])
 def test_a_stage_may_have_nothing_but_tied_weights(name):
     """And the trainer may be used again: copies remain copies."""

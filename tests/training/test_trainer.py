@@ -238,12 +238,14 @@ def test_a_stopped_script_says_where_it_stopped(tmp_path, capsys):
 
 def told_to_the_end():
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        fitted(2, monitoring=adl_dist.Monitoring(tensorboard=False))
+        trainer = fitted(2, monitoring=adl_dist.Monitoring(tensorboard=False))
+        fitted(2, trainer=trainer, monitoring=adl_dist.Monitoring(tensorboard=False))
     return out.getvalue()
 
 
 @pytest.mark.ranks
-def test_rank_0_says_where_the_trained_weights_are():
+def test_rank_0_says_once_before_training_where_weights_are():
     on_0, on_1 = run_ranks(2, told_to_the_end)
-    assert on_0.splitlines()[-1].startswith("note: the model of each process holds the trained weights of its own")
+    before, *after = on_0.split("note: the model of each process holds the trained weights of its own")
+    assert ("epoch" in before, len(after)) == (False, 1)
     assert (on_1, "trained weights" in told_to_the_end()) == ("", False)

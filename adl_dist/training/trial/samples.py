@@ -2,7 +2,6 @@
 
 import io
 from base64 import b64decode, b64encode
-from contextlib import closing
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -135,7 +134,7 @@ def _of_lengths(loader: DeviceLoader, fewest: int) -> Samples:
     large = min(SIZES[1], num)
     sizes = [large] * max(1, num // 2 // large)
     sizes += [small] * ((num - sum(sizes)) // small)
-    with closing(loader.batches(0, sizes)) as batches:
+    with loader.tried(sizes) as batches:
         found = [MicroBatch(*batch) for batch in batches]
     of_shape = {batch.shapes: batch for batch in reversed(found)}
     by_size = sorted(of_shape.values(), key=_length)
@@ -153,7 +152,7 @@ def _length(batch: MicroBatch) -> int:
 
 
 def _first(loader: DeviceLoader, count: int) -> tuple[Batch, Batch]:
-    with closing(loader.batches(0, [min(count, loader.num_samples)])) as batches:
+    with loader.tried([min(count, loader.num_samples)]) as batches:
         return next(batches)
 
 
