@@ -17,14 +17,22 @@ FEW = {
 # modules on several stages use.
 SUMMED = {
     *("t5", "bart", "marian", "whisper", "albert", "deberta", "deberta-v2", "qwen3", "gemma3", "rwkv", "mamba"),
-    *("cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224"),
+    *("cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224", "inception_v3"),
 }
+# One ulp of the uncut model's weights changes a gradient by 4e-11, and by 2e-7 after the next update.
+TOLERANCE = {"inception_v3": 1e-10}
 
 
 def assert_stages_compute_the_same(library, name, num_stages, *, replays=False):
     dtype = torch.float32 if name in zoo.LARGE else torch.float64
     batches = zoo.batches(library, name, dtype)
-    told = compare(lambda: zoo.network(library, name, dtype), batches, num_stages, replays=replays)
+    told = compare(
+        lambda: zoo.network(library, name, dtype),
+        batches,
+        num_stages,
+        tolerance=TOLERANCE.get(name, 1e-12),
+        replays=replays,
+    )
     assert told.kind == "equal" or (told.kind == "close" and (replays or name in SUMMED)), told
     gc.collect()  # graphs hold cycles, and the next network may need the memory
 
