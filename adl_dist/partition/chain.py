@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_structure
 from adl_dist.batch import Batch
 from adl_dist.errors import PartitionError
 from adl_dist.partition.recorder import record_forward
-from adl_dist.partition.recording import Key, copied
+from adl_dist.partition.recording import Call, Key, copied
 from adl_dist.partition.stage_module import StageModule, extra_states
 from adl_dist.partition.stage_plan import CutImpossibleError, StagePlan, Unit, plan_stages, units_of
 from adl_dist.partition.work import FLOPS_PER_BYTE
@@ -79,15 +79,17 @@ class Chain:
     def _decider_around(self, one: Unit, other: Unit) -> str | None:
         """Return the module in which both units are, if it may leave one out.
 
-        Between blocks any may be left out: each hands on what it gets.
+        Between blocks, and between members of a list, any may be left out: each hands on what it gets.
         """
-        around, found = one.call.parent, None
-        while around is not None:
-            is_around = other.call.path.startswith(f"{around.path}/")
+        found, of_other = None, dict(_forwards_around(other.call))
+        for around, child in _forwards_around(one.call):
+            if around not in of_other or around.is_block:
+                continue
+            children = {child, of_other[around]}
+            members = [name for name in children if "." in name.removeprefix(f"{around.name}.")]
             calls = (mode.calls.get(around.key) for mode in self.recording.modes.values())
-            if is_around and not around.is_block and any(call is not None and call.decides for call in calls):
+            if not (members and len(children) == 2) and any(call is not None and call.decides for call in calls):
                 found = around.name
-            around = around.parent
         return found
 
     def _places(self) -> dict[Key, int]:
@@ -131,6 +133,13 @@ class Chain:
         borders = [0, *accumulate(blocks)]
         of_block = [self.blocks.index(number) for number in range(len(self.block_names))] + [len(self.units)]
         return [of_block[stop] - of_block[start] for start, stop in pairwise(borders)]
+
+
+def _forwards_around(call: Call) -> Iterator[tuple[Call, str]]:
+    """Yield the forwards in which ``call`` is made, each with the module that it runs for it."""
+    while call.parent is not None:
+        yield call.parent, call.name
+        call = call.parent
 
 
 def copied_model(model: nn.Module) -> nn.Module:

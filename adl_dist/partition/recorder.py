@@ -319,11 +319,13 @@ class Recorder(TorchFunctionMode):
                     self.recording.state.add(name)
 
     def is_left_out(self) -> bool:
-        """Return whether a module with parameters has not been called yet."""
+        """Return whether a member of a list of modules, or a part of one, has not been called yet."""
         called = {call.name: call.is_open for call in self.mode.calls.values() if call.is_module}
         whole = tuple(f"{name}." for name, is_open in called.items() if not is_open)
-        holders = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()} - {""}
-        return any(name not in called and not name.startswith(whole) for name in holders)
+        lists = [name for name, module in self.model.named_modules() if _is_list(module) or _is_plain(module)]
+        within = tuple(f"{name}." if name else "" for name in lists)
+        holders = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()} - {"", *lists}
+        return any(name not in called and name.startswith(within) and not name.startswith(whole) for name in holders)
 
     def finish(self) -> None:
         """Note the modules to open or to keep whole in the next recording."""

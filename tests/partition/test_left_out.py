@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from adl_dist.partition import Chain
+from tests.support.staged import compare
 
 BATCHES = [torch.ones(2, 4), torch.ones(3, 4)]
 DRAWS = {"python": random.random, "torch": lambda: torch.rand(1).item()}
@@ -53,3 +54,45 @@ def test_no_cut_lies_in_a_block_that_may_be_left_out(stream):
 def test_runs_are_recorded_until_every_block_was_called():
     calls = recorded(0.9, "torch").recording.modes[True].calls.values()
     assert {f"{block}.{part}" for block in range(1, 5) for part in "ab"} <= {call.name for call in calls}
+
+
+class Encoder(nn.Module):
+    """Blocks in a list, each of which is left out with probability ``p`` in training."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.embed, self.layers, self.p = nn.Linear(4, 4), nn.ModuleList(Whole() for _ in range(3)), p
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            if not self.training or torch.rand([]).item() >= self.p:
+                x = layer(x)
+        return x
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.b(self.a(x).relu())
+
+
+def test_cuts_lie_between_the_blocks_of_a_nested_encoder():
+    chain = Chain(nn.Sequential(Encoder(1e-9), nn.Linear(4, 4)), BATCHES)
+    places = [unit for n, unit in enumerate(chain.units[:-1]) if n not in chain.forbidden]
+    assert places == ["0.embed", "0.layers.0.b", "0.layers.1.b", "0.layers.2.b"]
+
+
+@pytest.mark.parametrize("p", [0.3, 0.5])
+def test_a_nested_encoder_trains_as_the_uncut_model(p):
+    batches = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 4, 5)]
+    told = compare(lambda: nn.Sequential(Encoder(p), nn.Linear(4, 4)), batches, 3)
+    assert told.kind == "equal", told
+
+
+def test_a_module_that_is_never_called_prolongs_no_recording():
+    assert len(Chain(Encoder(0.1), BATCHES).recording.modes[True].readers) < 20
