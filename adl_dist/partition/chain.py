@@ -70,7 +70,7 @@ class Chain:
                     self.forbidden[unit] = "it lies inside a block (partition.granularity=block)"
         for unit, pair in enumerate(pairwise(self._units)):
             if (name := self._decider_around(*pair)) is not None:
-                self.forbidden[unit] = f"'{name}' draws random numbers that may decide what it calls"
+                self.forbidden[unit] = f"{name} draws random numbers that may decide what it calls"
         if keeps_ties is not None:
             for name, users in self.shared.items():
                 why = f"'{name}' is used on both sides of it, and must be on one stage, {keeps_ties}"
@@ -81,15 +81,19 @@ class Chain:
 
         Between blocks, and between members of a list, any may be left out: each hands on what it gets.
         """
+        deciders = set[str]().union(*(mode.deciders for mode in self.recording.modes.values()))
         found, of_other = None, dict(_forwards_around(other.call))
         for around, child in _forwards_around(one.call):
-            if around not in of_other or around.is_block:
+            name, path = ("", "") if around is None else (around.name, around.path)
+            if around not in of_other or path not in deciders:
                 continue
-            children = {child, of_other[around]}
-            members = [name for name in children if "." in name.removeprefix(f"{around.name}.")]
-            calls = (mode.calls.get(around.key) for mode in self.recording.modes.values())
-            if not (members and len(children) == 2) and any(call is not None and call.decides for call in calls):
-                found = around.name
+            if around is None or around.is_block:
+                is_between = other.begins_block
+            else:
+                children = {child, of_other[around]}
+                is_between = len(children) == 2 and any("." in c.removeprefix(f"{name}.") for c in children)
+            if not is_between:
+                found = f"'{name}'" if name else "the model"
         return found
 
     def _places(self) -> dict[Key, int]:
@@ -135,11 +139,12 @@ class Chain:
         return [of_block[stop] - of_block[start] for start, stop in pairwise(borders)]
 
 
-def _forwards_around(call: Call) -> Iterator[tuple[Call, str]]:
-    """Yield the forwards in which ``call`` is made, each with the module that it runs for it."""
-    while call.parent is not None:
-        yield call.parent, call.name
-        call = call.parent
+def _forwards_around(call: Call) -> Iterator[tuple[Call | None, str]]:
+    """Yield the forwards in which ``call`` is made, the model's last, each with the module that it runs for it."""
+    inside: Call | None = call
+    while inside is not None:
+        yield inside.parent, inside.name
+        inside = inside.parent
 
 
 def copied_model(model: nn.Module) -> nn.Module:

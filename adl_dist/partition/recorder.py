@@ -580,7 +580,7 @@ class Recorder(TorchFunctionMode):
         if kind is Kind.ELEMENTS:
             self.mode.asked |= common
             if self.frames[-1].draws:
-                self._note_decision()
+                self.mode.deciders.add(self.frames[-1].path)
             if repr(self._answers.setdefault(key, out)) != repr(out):
                 self.mode.decides = True
             self._note_effects(-1)
@@ -709,14 +709,10 @@ class Recorder(TorchFunctionMode):
         if names:
             self.frames[-1].draws = True
             if names != {"torch"}:
-                self._note_decision()
+                self.mode.deciders.add(self.frames[-1].path)
             self.mode.draws |= names
             self.mode.decides = True
             self._note_effects(-1)
-
-    def _note_decision(self) -> None:
-        if (call := self.frames[-1].call) is not None:
-            call.decides = True
 
     def _keep_whole(self, call: Call | None, why: str) -> None:
         """Keep the module of the running forward whole from now on."""

@@ -38,7 +38,6 @@ class Call:
         common: places of the whole-number inputs that it computes with.
         writes: memory that it writes to.
         draws: whether it draws random numbers.
-        decides: whether its own forward asks for random numbers, which may decide what it calls.
         varies: whether its caller sets attributes that its results may depend on.
         has_effects: whether it changes more than its results, so that every stage must run it.
         is_hidden: whether it computes with a value that is not among its arguments.
@@ -64,7 +63,6 @@ class Call:
     common: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     draws: bool = False
-    decides: bool = False
     varies: bool = False
     has_effects: bool = False
     is_hidden: bool = False
@@ -122,6 +120,7 @@ class ModeRecord:
         asked: places of whole-number inputs whose elements Python asks for.
         state: labels of the values that tensors of the model have after a run.
         decides: whether micro-batches may take different paths.
+        deciders: paths of forwards that ask for random numbers, which may decide what they call.
         draws: the random streams of draws that do not depend on the batch.
         draws_own: the random streams from which calls draw.
     """
@@ -140,6 +139,7 @@ class ModeRecord:
     asked: set[int] = field(default_factory=set)
     state: dict[str, Label] = field(default_factory=dict)
     decides: bool = False
+    deciders: set[str] = field(default_factory=set)
     draws: set[str] = field(default_factory=set)
     draws_own: set[str] = field(default_factory=set)
 
