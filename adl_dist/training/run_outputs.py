@@ -51,9 +51,9 @@ class Outputs:
 
     def by_loss(self) -> "Outputs":
         """Let the loss choose the best weights, if no metric is named."""
-        loss = "validation_loss"
-        self.callbacks.watch(loss)
-        return replace(self, checkpoints=replace(self.checkpoints, best_metric=self.checkpoints.best_metric or loss))
+        self.callbacks.follows_loss = True
+        metric = self.checkpoints.best_metric or "validation_loss"
+        return replace(self, checkpoints=replace(self.checkpoints, best_metric=metric))
 
     def check(
         self,

@@ -274,7 +274,8 @@ class Trainer:
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
         outputs = Outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
-        if not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._spec.metrics):
+        own = [metric.name for metric in metrics_of(self._spec.metrics, None)]
+        if not (is_of_classes(self._spec.loss_fn) or "accuracy" in own):
             outputs = outputs.by_loss()
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
