@@ -12,6 +12,7 @@ from adl_dist.errors import ConfigError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.toys import FixedImages
+from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT
 from tests.training.test_structured_batches import batches
 
@@ -73,6 +74,19 @@ def test_a_metric_that_writes_to_its_arguments_is_refused(of):
 
     with pytest.raises(ConfigError, match="metrics: masked writes to the output or the target; let it compute with a"):
         trained(2, 4, [masked])
+
+
+class Inferred(nn.Sequential):
+    def forward(self, x):
+        with torch.inference_mode(not self.training):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_metrics_take_outputs_of_inference_mode(K):
+    trainer = toy_trainer(K, model=Inferred(nn.Flatten(), nn.Linear(72, 10)), balance="even", metrics=["top5"])
+    data = {"train_dataset": FixedImages(4), "val_dataset": FixedImages(4)}
+    assert "validation_top5" in trainer.fit(**data, epochs=1, batch_size=4, monitoring=SILENT)
 
 
 def test_metrics_of_training_are_recorded_for_each_update(tmp_path):
