@@ -38,7 +38,7 @@ class EpochMetric:
     """A metric of all outputs of a validation, like a macro F1.
 
     ``compute`` maps (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number. Where
-    lengths differ, outputs are padded with 0, and whole numbers among the targets with -100.
+    lengths differ, outputs are padded with 0, and targets with 0 or, if they are int64 or int32, with -100.
     """
 
     def __init__(self, compute: Callable[[Any, Any], Any]) -> None:
