@@ -129,8 +129,9 @@ def test_accuracy_by_name_finds_classes_in_the_last_dimension():
     assert summary["validation_accuracy"] == pytest.approx(by_torch(state)["validation_accuracy"])
 
 
-def test_one_name_is_a_list_of_one_metric():
-    summary = toy_trainer(1, 1, metrics="top5").fit(
+@pytest.mark.parametrize(("one", "name"), [("top5", "top5"), (entropy, "entropy")])
+def test_one_name_is_a_list_of_one_metric(one, name):
+    summary = toy_trainer(1, 1, metrics=one).fit(
         FixedImages(8), val_dataset=FixedImages(8), epochs=1, batch_size=8, monitoring=SILENT
     )
-    assert "validation_top5" in summary
+    assert f"validation_{name}" in summary
