@@ -149,7 +149,7 @@ class Callbacks:
 
     Attributes:
         asked: the reason for which a callback ends the run, or None.
-        follows_loss: whether early stopping without a metric of its own follows the loss only.
+        follow_loss: whether early stopping without a metric of its own follows the loss only.
         on_interrupt: called instead of raising a callback's KeyboardInterrupt; it stops the run as Ctrl-C does.
     """
 
@@ -167,7 +167,7 @@ class Callbacks:
                 raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {type(one).__name__} {has}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
-        self.follows_loss = False
+        self.follow_loss = False
         self.on_interrupt: Callable[[str], object] | None = None
         self._ask: Callable[[str], object] = lambda why: None
         self._now = TrainerState(-1, 0)  # of the update of which figures have come
@@ -195,7 +195,7 @@ class Callbacks:
                 self._ask(self.asked)
 
             seen = dict(now.metrics)
-            if self.follows_loss and isinstance(one, EarlyStopping) and one.goal.metric is None:
+            if self.follow_loss and isinstance(one, EarlyStopping) and one.goal.metric is None:
                 seen.pop("validation_accuracy", None)
             self._safely(one, event, now.update, replace(now, metrics=seen, stop=stop))
 

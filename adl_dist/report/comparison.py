@@ -77,8 +77,7 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
 def _distinct(runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
     """Return ``runs`` without repetitions, and a line about each of these.
 
-    Where runs of equal settings and seed have other results, like a script's with another model, all with their label
-    and K are labeled by their folders.
+    Where equal settings and seed have different results, all runs of that label and K are labeled by their folders.
     """
     first, notes = dict[str, Run](), list[str]()
     for run in runs:

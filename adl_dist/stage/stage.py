@@ -519,8 +519,7 @@ class Stage(Learner):
                 return self._call_module(acts, buffers, tape)
         except IndexError as error:  # most often of an embedding
             said = f"{self.where}: {in_one_line(error)}{place_of(error)}"
-            whole = [act for act in acts if act.dtype in (torch.int32, torch.int64) and act.numel()]
-            ids = [int(end) for act in whole for end in act.aminmax()]
+            ids = [int(end) for a in acts if a.dtype in (torch.int32, torch.int64) and a.numel() for end in a.aminmax()]
             said += "; has the embedding, if it is one, a row for each id in the data?"
             said += f" Those of this micro-batch are {min(ids)} to {max(ids)}" if ids else ""
             raise DataError(said) from error

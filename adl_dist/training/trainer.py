@@ -167,7 +167,7 @@ class Trainer:
             seed=seed,
         )
         self._gradients = self._spec.gradients  # as given; a run that continues may clip otherwise
-        metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
+        self._metrics = [metric.name for metric in metrics_of(self._spec.metrics, None)]  # refuses a wrong name
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
@@ -274,10 +274,11 @@ class Trainer:
         arguments.check_values({"checkpoints": checkpoints, "monitoring": monitoring})
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
-        outputs = Outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
-        own = [metric.name for metric in metrics_of(self._spec.metrics, None)]
-        if not (is_of_classes(self._spec.loss_fn) or "accuracy" in own):
-            outputs = outputs.by_loss()
+        checkpoints, watching = checkpoints or CheckpointPolicy(), Callbacks(callbacks)
+        watching.follow_loss = not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._metrics)
+        if watching.follow_loss and checkpoints.best_metric is None:
+            checkpoints = replace(checkpoints, best_metric="validation_loss")
+        outputs = Outputs(checkpoints, monitoring or Monitoring(), watching)
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)

@@ -12,7 +12,6 @@ from adl_dist.errors import ConfigError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import IGNORED, Sentences, encoder, padded
 from tests.support.toys import FixedImages
-from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT
 from tests.training.test_structured_batches import batches
 
