@@ -17,6 +17,11 @@ def tensors_of(batch: Batch) -> Tensors:
     return (batch,) if isinstance(batch, Tensor) else tuple(tree_leaves(batch))
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of ``tensor``; 0 in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def num_samples(batch: Batch) -> int:
     """Return the size of the first dimension."""
     return len(tensors_of(batch)[0])

@@ -117,10 +117,9 @@ def build_lr_schedule(
     except AdlError:
         raise
     except Exception as error:  # the user's own code
-        keys = [key for key in takes[1:] if key not in ("updates_per_epoch", "total_updates")]
         passed = ", ".join(["optimizer", *(f"{key}={value!r}" for key, value in given.items())])
         raise ConfigError(
-            f"lr_schedule: {name}, which takes {', '.join(keys)}, refuses ({passed}): {in_one_line(error)}; "
+            f"lr_schedule: {name}, which takes ({', '.join(takes)}), refuses ({passed}): {in_one_line(error)}; "
             "give its options by functools.partial, or as keys of lr_schedule"
         ) from error
     if isinstance(schedule, ReduceLROnPlateau):

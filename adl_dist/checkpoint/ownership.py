@@ -177,7 +177,7 @@ class Ownership:
                     time.sleep(0.5)  # a process that has found the folder owned deletes its file again
                     owner = _owner_in(storage.read(file))
                     self.lost = TakenOverError(
-                        f"run_dir={self._folder}: another process ({_name_of(owner)}) has taken the folder over at "
+                        f"run_dir={self._folder}: {_name_of(owner)} has taken the folder over at "
                         f"{owner.get('since', 'an unknown time')}, because this one, pid {self._me['pid']} on "
                         f"{self._me['host']}, did not answer for {LEASE_SECONDS:g} s; stop that one and give the "
                         "command again to continue from the newest checkpoint, or choose another run_dir"

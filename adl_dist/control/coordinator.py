@@ -428,10 +428,8 @@ class Coordinator:
     def _finish_last_save(self, saver: Saver, so: str) -> None:
         self._finish_saving(saver)
         if saver.failure is not None:
-            then = "resumes from the newest checkpoint"
-            with suppress(OSError):  # a place out of reach may have one
-                then = then if layout.complete(saver.folder) else "begins at the start, as there is no checkpoint"
-            raise SaveError(f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command {then}")
+            way_out = "Make room, or fix what is wrong, and give the same command again"
+            raise SaveError(f"{saver.failure}; {so}. {way_out}; checkpoints that were saved before are kept")
 
     def _write_timeline(self, results: Sequence[TrainResult]) -> None:
         timelines = [result.timeline for result in results if result.timeline is not None]

@@ -93,11 +93,13 @@ class Stream:
         state = None
         with suppress(Exception), streams_kept():  # many have no state before their first sample
             state = copy.deepcopy(self._dataset.state_dict()) if self._has_state else None
-        yield
-        self._iterator = iter(())  # first: a generator may write the state as it ends
-        if state is not None:
-            with own_code(f"{type(self._dataset).__name__}.load_state_dict()"):
-                self._dataset.load_state_dict(state)
+        try:
+            yield
+        finally:
+            self._iterator, self._at = iter(()), None  # first: a generator may write the state as it ends
+            if state is not None:
+                with own_code(f"{type(self._dataset).__name__}.load_state_dict()"):
+                    self._dataset.load_state_dict(state)
 
     def begin(self, epoch: int, first_sample: int) -> None:
         """Move to ``first_sample`` of ``epoch``."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Batch, tensors_of
+from adl_dist.batch import Batch, tensors_of, version_of
 from adl_dist.codecs import CODECS, coded_bytes
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.containers import map_tensors, tensors_in
@@ -158,7 +158,7 @@ class Capture(Recorder):
         self, function: Any, args: Any, kwargs: Any, parameters: list[nn.Parameter], *, replays: bool = False
     ) -> Any:
         tensors = tensors_in((args, kwargs))
-        versions = [0 if t.is_inference() else t._version for t in tensors]
+        versions = [version_of(t) for t in tensors]
         one = CapturedCall(
             unit=self._unit,
             function=function,
@@ -171,7 +171,7 @@ class Capture(Recorder):
         )
         self.calls.append(one)
         out = function(*args, **kwargs)
-        one.writes = {id(t) for t, v in zip(tensors, versions, strict=True) if not t.is_inference() and t._version != v}
+        one.writes = {id(t) for t, v in zip(tensors, versions, strict=True) if version_of(t) != v}
         return out
 
     def _value(self, tensor: Tensor, label: Label, call: Call | None = None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from adl_dist.batch import Batch, arguments_of
+from adl_dist.batch import Batch, arguments_of, version_of
 from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
 from adl_dist.partition.absent import META, call_signature, infer, is_masked, module_signature
@@ -421,7 +421,7 @@ class Recorder(TorchFunctionMode):
         if module is not None and has_parameters:
             call.uses |= {self.state[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in self.state}
         buffers = [] if module is None else [*module.buffers()]
-        versions = [_version(t) for t in (*leaves, *buffers)]
+        versions = [version_of(t) for t in (*leaves, *buffers)]
         key = call_signature(args, kwargs) if module is None else None
         before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
         work = self._work = Work() if not call.flops and not call.nbytes else None
@@ -442,7 +442,7 @@ class Recorder(TorchFunctionMode):
                 self._note_common_draws(moved)
         self._drawn = after
         for tensor, version in zip((*leaves, *buffers), versions, strict=True):
-            if _version(tensor) != version:
+            if version_of(tensor) != version:
                 if any(tensor is b for b in buffers):
                     call.moves.add(self.state.get(id(tensor), ""))
                 elif call.is_tainted:
@@ -762,10 +762,6 @@ def _python_state(module: nn.Module) -> list[Any]:
 
 def _place(leaves: Sequence[Tensor], tensor: Tensor) -> int:
     return next(n for n, leaf in enumerate(unique_tensors(leaves)) if leaf is tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _streams(*, only_torch: bool = False) -> Streams:

@@ -149,6 +149,7 @@ class Callbacks:
 
     Attributes:
         asked: the reason for which a callback ends the run, or None.
+        follow_loss: whether early stopping without a metric of its own follows the loss only.
         on_interrupt: called instead of raising a callback's KeyboardInterrupt; it stops the run as Ctrl-C does.
     """
 
@@ -166,6 +167,7 @@ class Callbacks:
                 raise ConfigError(f"callbacks: there are {', '.join(EVENTS)}, and {type(one).__name__} {has}")
         self._callbacks = [*callbacks]
         self.asked: str | None = None
+        self.follow_loss = False
         self.on_interrupt: Callable[[str], object] | None = None
         self._ask: Callable[[str], object] = lambda why: None
         self._now = TrainerState(-1, 0)  # of the update of which figures have come
@@ -180,12 +182,6 @@ class Callbacks:
         """The goals of early stopping."""
         return [one.goal for one in self._callbacks if isinstance(one, EarlyStopping)]
 
-    def watch(self, metric: str) -> None:
-        """Let early stopping follow ``metric`` where none is named."""
-        for one in self._callbacks:
-            if isinstance(one, EarlyStopping) and one.goal.metric is None:
-                one.goal = Goal(metric)
-
     def open(self, ask: Callable[[str], object]) -> None:
         """Begin a run; ``ask(reason)`` ends it."""
         self.asked, self._ask, self._now = None, ask, TrainerState(-1, 0)
@@ -198,7 +194,10 @@ class Callbacks:
                 self.asked = f"{type(one).__name__}: {why}"
                 self._ask(self.asked)
 
-            self._safely(one, event, now.update, replace(now, stop=stop))
+            seen = dict(now.metrics)
+            if self.follow_loss and isinstance(one, EarlyStopping) and one.goal.metric is None:
+                seen.pop("validation_accuracy", None)
+            self._safely(one, event, now.update, replace(now, metrics=seen, stop=stop))
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Add a record of a stage; call ``on_update`` after those of an update."""

@@ -77,7 +77,7 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
 def _distinct(runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
     """Return ``runs`` without repetitions, and a line about each of these.
 
-    Runs of equal settings with other results, like a script's with another model, are labeled by their folders.
+    Where equal settings and seed have different results, all runs of that label and K are labeled by their folders.
     """
     first, notes = dict[str, Run](), list[str]()
     for run in runs:
@@ -86,10 +86,10 @@ def _distinct(runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
         kept = first.setdefault(repr((settings, [[point.value for point in curve] for curve in curves])), run)
         if kept is not run:
             notes.append(f"{run.folder} has the settings and results of {kept.folder}; counted once")
-    alike: dict[tuple[str, int, int], list[Run]] = {}
+    alike: dict[tuple[str, int], list[Run]] = {}
     for run in first.values():
-        alike.setdefault((run.label, run.num_stages, run.seed), []).append(run)
-    for several in (each for each in alike.values() if len(each) > 1):
+        alike.setdefault((run.label, run.num_stages), []).append(run)
+    for several in (each for each in alike.values() if len({run.seed for run in each}) < len(each)):
         above = os.path.commonpath([run.folder.absolute().parent for run in several])
         for run in several:
             run.label += f" ({os.path.relpath(run.folder, above)})"

@@ -27,8 +27,8 @@ def falls(metric: str) -> bool:
 class Goal:
     """The ``metric`` of a summary that is best at its ``max`` or ``min``.
 
-    The default ``metric`` is the validation accuracy or, without classes, the validation loss. Known metrics have a
-    default for ``best``.
+    Without a ``metric`` the validation accuracy decides or, if none is measured, the validation loss. Known metrics
+    have a default for ``best``.
 
     Raises:
         ConfigError: If it is not known whether the metric is best at its maximum.

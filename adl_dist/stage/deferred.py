@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from adl_dist.batch import Tensors
+from adl_dist.batch import Tensors, version_of
 from adl_dist.errors import ConfigError
 from adl_dist.stage.calls import Call
 
@@ -123,8 +123,8 @@ class DeferredGradients:
             pending.reverse()  # calls of one layer are added up in the order in which autograd does it
         while pending:  # the last one first: it may be in the cache; and each is freed as soon as it is used
             layer, x, grad, with_bias, versions = pending.pop()
-            if versions != (_version(x), _version(grad)):
-                written, kind = "input" if versions[0] != _version(x) else "gradient of the output", layer.kind
+            if versions != (version_of(x), version_of(grad)):
+                written, kind = "input" if versions[0] != version_of(x) else "gradient of the output", layer.kind
                 raise ConfigError(
                     f"{self.where}: the {written} of layer '{layer.name or kind}' ({kind}) was written to in place "
                     "between the two parts of its backward, so the gradients of its weights would be wrong; set "
@@ -141,11 +141,6 @@ class DeferredGradients:
                 else:
                     is_alike = total.stride() == parameter.stride()
                     parameter.grad = total if is_alike else torch.empty_like(parameter).copy_(total)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the version counter of ``tensor``; 0 in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
@@ -255,6 +250,6 @@ class _Split(torch.autograd.Function):
         if pending is None or layer.has_hooks():
             of_x, *of_own = layer.gradients(grad, x, weight, wanted)
             return of_x, *(None if g is None else g.to(ctx.dtype) for g in of_own), None, None
-        pending.append(DeferredGrad(layer, x, grad, wanted[2], (_version(x), _version(grad))))
+        pending.append(DeferredGrad(layer, x, grad, wanted[2], (version_of(x), version_of(grad))))
         of_x = layer.gradients(grad, x, weight, (True, False, False))[0] if wanted[0] else None
         return of_x, None, None, None, None

@@ -31,6 +31,7 @@ from adl_dist.batch import (
     map_tensors,
     num_samples,
     tensors_of,
+    version_of,
 )
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.losses import ModelLoss, TokenCrossEntropy
@@ -330,7 +331,7 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
     if is_sum(loss_fn):
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
     outs = flatten_output(out)
-    versions = [tensor._version for tensor in outs]
+    versions = [version_of(tensor) for tensor in outs]
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
             loss: Any = loss_fn(out, target)
@@ -348,7 +349,7 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {in_one_line(error)}; {way_out}"
         ) from error
-    if [tensor._version for tensor in outs] != versions:  # then hits would be counted in what it has written
+    if [version_of(tensor) for tensor in outs] != versions:  # then hits would be counted in what it has written
         raise ConfigError(f"stage {stage}: the loss writes to the model's output; let it compute with a copy")
     if isinstance(loss, Tensor) and not loss.ndim:
         if _pairs_all(loss_fn, out, target):

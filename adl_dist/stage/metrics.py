@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
-from adl_dist.batch import as_classes, device_of, logits_of, tensors_of
+from adl_dist.batch import as_classes, device_of, logits_of, tensors_of, version_of
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.stage.calls import flatten_output
 from adl_dist.stage.loss import IGNORED, ClassLoss
@@ -38,7 +38,7 @@ class EpochMetric:
     """A metric of all outputs of a validation, like a macro F1.
 
     ``compute`` maps (outputs [N, ...], targets [N, ...]), on the CPU in the order of the dataset, to a number. Where
-    lengths differ, outputs are padded with 0, and whole numbers among the targets with -100.
+    lengths differ, outputs are padded with 0, and targets with 0 or, if they are int64 or int32, with -100.
     """
 
     def __init__(self, compute: Callable[[Any, Any], Any]) -> None:
@@ -129,14 +129,14 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
         ConfigError: If a metric fails, does not return two numbers, or writes to its arguments.
     """
     found, given = [], [*flatten_output(out), *tensors_of(target)]
-    versions = [tensor._version for tensor in given]
+    versions = [version_of(tensor) for tensor in given]
     for metric in metrics:
         if metric.measure is None:
             continue
         with _users_own(metric, "(output, target) of a micro-batch and returns two numbers, (sum, count)"):
             total, count = (torch.as_tensor(number, dtype=torch.float64) for number in metric.measure(out, target))
             found.append(torch.stack([total.to(device_of(target)), count.to(device_of(target))]))
-        if versions != [tensor._version for tensor in given]:
+        if versions != [version_of(tensor) for tensor in given]:
             raise ConfigError(f"metrics: {metric.name} writes to the output or the target; let it compute with a copy")
     return found
 

@@ -128,7 +128,7 @@ def _fault(tally: StepStats) -> str | None:
     numbers = tally.numbers()
     for name, figure in (("loss_sum", "the loss"), ("gradient_norm", f"the norm of {tally.gradient_of}")):
         if not math.isfinite(value := numbers.get(name, 0.0)):
-            if name == "loss_sum" and numbers.get("num_classed") == 0:
+            if name == "loss_sum" and tally.of_classes and numbers.get("num_classed") == 0:
                 return f"no target of this update counts, so the loss is {value}"
             return f"{figure} is {value}"
     return None

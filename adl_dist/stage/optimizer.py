@@ -44,8 +44,6 @@ def stage_optimizer(
         refused = [name for name, parameter in parameters.items() if _refuses(factory, parameter)]
         named = f", parameter {refused[0]}" if 0 < len(refused) < len(parameters) else ""
         said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {in_one_line(error)}"
-        if "values to unpack" in said:  # of for name, parameter in parameters
-            said += "; the factory gets parameters without names: give rules by adl_dist.optimizers.with_rules"
         raise ConfigError(f"{where}{named}: {said}") from error
     if not isinstance(made, Optimizer):
         raise ConfigError(

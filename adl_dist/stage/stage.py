@@ -295,7 +295,7 @@ class Stage(Learner):
         self._seed_forward(micro_batch)
         with torch.set_grad_enabled(keep_graph), self._weights_of(kept.version, forward=True):
             with self._watch_buffers(self.module):
-                out = self._call(micro_batch, given)
+                out = self._call(given)
             outs = flatten_output(out)
             out = self._as_given_to_loss(out, outs)
             last = outs if self.loss is None else (self.loss(out, kept.target, kept.num_terms),)
@@ -330,7 +330,7 @@ class Stage(Learner):
         """
         kept = self.in_flight[micro_batch]
         self._seed_forward(micro_batch)
-        out = self._call(micro_batch, kept.acts, kept.buffers, kept.tape)
+        out = self._call(kept.acts, kept.buffers, kept.tape)
         kept.tape, last = None, flatten_output(out)
         if self.loss is not None:
             last = (self.loss(self._as_given_to_loss(out, last), kept.target, kept.num_terms),)
@@ -481,7 +481,7 @@ class Stage(Learner):
         ``wanted`` is that of :meth:`forward`.
         """
         self._seed_forward(micro_batch)
-        out = self._call(micro_batch, acts)
+        out = self._call(acts)
         outs = flatten_output(out)
         if not self.is_last:
             return self._lasting(outs)
@@ -513,15 +513,15 @@ class Stage(Learner):
             return NEWEST
         return policy.forward_weights(version) if forward else policy.weights_of(version)
 
-    def _call(self, micro_batch: int, acts: Tensors, buffers: dict[str, Tensor] | None = None, tape: Any = None) -> Any:
+    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None, tape: Any = None) -> Any:
         try:
             with self._within():
                 return self._call_module(acts, buffers, tape)
         except IndexError as error:  # most often of an embedding
             said = f"{self.where}: {in_one_line(error)}{place_of(error)}"
-            ids = [int(act.max()) for act in acts if act.dtype in (torch.int32, torch.int64) and act.numel()]
+            ids = [int(end) for a in acts if a.dtype in (torch.int32, torch.int64) and a.numel() for end in a.aminmax()]
             said += "; has the embedding, if it is one, a row for each id in the data?"
-            said += f" Those of micro-batch {micro_batch} are at most {max(ids)}" if ids else ""
+            said += f" Those of this micro-batch are {min(ids)} to {max(ids)}" if ids else ""
             raise DataError(said) from error
 
     def _as_given_to_loss(self, out: Any, outs: Tensors) -> Any:

@@ -27,6 +27,7 @@ class StepStats:
         hits: (right predictions, targets), int64[2], in each of them; none if the task has no classes.
         measured: (sum, count), float64[2], of each metric, for each of them; empty without metrics.
         outputs: output and target of each of them, on the CPU, in an evaluation with epoch metrics.
+        of_classes: whether the loss is torch's of classes.
         predictions: those of :class:`~adl_dist.stage.heads.GradientHead` since the last update.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
         gradient_of: the name of the gradient with this norm, for errors.
@@ -42,6 +43,7 @@ class StepStats:
     hits: list[Tensor] = field(default_factory=list)
     measured: list[Sequence[Tensor]] = field(default_factory=list)
     outputs: list[tuple[Any, Batch]] = field(default_factory=list)
+    of_classes: bool = False
     predictions: list[Tensor] = field(default_factory=list)
     gradient_norm: Tensor | None = None
     gradient_of: str = "the gradient"
@@ -70,6 +72,7 @@ class StepStats:
         """
         self.sizes.append(num_samples(target))
         self.losses.append(loss.detach())
+        self.of_classes = classes is not None
         if num_terms is not None:
             self.num_terms.append(num_terms)
         is_torchs = classes is not None and classes.is_torchs_own

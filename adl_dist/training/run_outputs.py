@@ -6,7 +6,7 @@ import platform
 import shlex
 import socket
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,12 +48,6 @@ class Outputs:
     callbacks: Callbacks = field(default_factory=Callbacks)
     callback_queue: CallbackQueue = field(default_factory=CallbackQueue)
     notes: list[str] = field(default_factory=list)  # further lines for the user at the start
-
-    def by_loss(self) -> "Outputs":
-        """Let the loss choose the best weights, if no metric is named."""
-        loss = "validation_loss"
-        self.callbacks.watch(loss)
-        return replace(self, checkpoints=replace(self.checkpoints, best_metric=self.checkpoints.best_metric or loss))
 
     def check(
         self,

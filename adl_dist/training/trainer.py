@@ -162,12 +162,12 @@ class Trainer:
             lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
-            metrics=(metrics,) if isinstance(metrics, str) else tuple(metrics),
+            metrics=(metrics,) if isinstance(metrics, str) or callable(metrics) else tuple(metrics),
             ema=ema,
             seed=seed,
         )
         self._gradients = self._spec.gradients  # as given; a run that continues may clip otherwise
-        metrics_of(self._spec.metrics, None)  # refuses a wrong name before any work
+        self._metrics = [metric.name for metric in metrics_of(self._spec.metrics, None)]  # refuses a wrong name
         self._processes, self._timeouts = processes or ProcessOptions(), timeouts or WatchdogTimeouts()
         self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         arguments.check_layers(model, distributed=self._distributed)
@@ -176,6 +176,7 @@ class Trainer:
         # Of the stages of this process, which may have nothing to train; None before the first fit.
         self._averages: list[WeightAverage] | None = None
         self._data = Data(None, None, 0, 0, Loading())  # of the last fit
+        self._notes = [APART] if self._distributed else []  # for the first fit
         self.running: str | None = None  # its method that runs
         self.requests = RequestQueue()  # of the job that runs now, or did last; to ask it to stop or to save
 
@@ -273,9 +274,11 @@ class Trainer:
         arguments.check_values({"checkpoints": checkpoints, "monitoring": monitoring})
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
-        outputs = Outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
-        if not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._spec.metrics):
-            outputs = outputs.by_loss()
+        checkpoints, watching = checkpoints or CheckpointPolicy(), Callbacks(callbacks)
+        watching.follow_loss = not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._metrics)
+        if watching.follow_loss and checkpoints.best_metric is None:
+            checkpoints = replace(checkpoints, best_metric="validation_loss")
+        outputs = Outputs(checkpoints, monitoring or Monitoring(), watching)
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)
@@ -289,8 +292,9 @@ class Trainer:
         resume: str,
         config: Mapping[str, Any] | None,
     ) -> Summary:
-        if not self._data.batch_size and config is None and self._distributed:  # the first fit of a script
-            outputs.notes.append(APART)
+        if config is None:  # of a script
+            outputs.notes.extend(self._notes)
+            self._notes.clear()
         self._data = data  # as :meth:`evaluate` loads, too
         self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
@@ -366,6 +370,7 @@ class Trainer:
             ConfigError, PartitionError, DataError: Before it starts.
             StageFailed, ChannelError: If another process failed.
         """
+        self._check_averages(ema)
         if batch_size is None:
             batch_size = self._data.batch_size // self._spec.pipeline.micro_batches_per_update
         num_workers = self._data.num_workers if num_workers is None else num_workers
@@ -397,16 +402,19 @@ class Trainer:
             ChannelError: If the other processes cannot be reached, or one of them does not make the call.
             RuntimeError: If a process ends meanwhile.
         """
+        self._check_averages(ema)
         world = self._join()
         start_call(world, "full_state_dict")
         with self._averaged(ema):
             return self._partitioned.full_state_dict(distributed=self._distributed)
 
+    def _check_averages(self, ema: bool) -> None:
+        if ema and self._averages is None:
+            raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
+
     @contextlib.contextmanager
     def _averaged(self, ema: bool) -> Iterator[None]:
         """With ``ema``, put the moving averages in place of the weights."""
-        if ema and self._averages is None:
-            raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
         with contextlib.ExitStack() as stack:
             for average in (self._averages or ()) if ema else ():
                 stack.enter_context(average.in_place_of_weights())

@@ -73,19 +73,40 @@ def own_loss(out, target):
     return nn.functional.cross_entropy(out, target)
 
 
+def accuracy(output, target):
+    return (output.argmax(1) == target).sum(), len(target)
+
+
+def fitted_with(stopping, folder, *, loss_fn, metrics=()):
+    policy = adl_dist.CheckpointPolicy(keep_best=True)
+    trainer = toy_trainer(1, loss_fn=loss_fn, metrics=metrics, verify=False)
+    given = {"val_dataset": FixedImages(4, seed=1), "monitoring": SILENT, "callbacks": [stopping]}
+    trainer.fit(FixedImages(4), epochs=1, batch_size=4, run_dir=folder, checkpoints=policy, **given)
+    (saved,) = layout.complete(folder / "checkpoints")
+    return layout.read_manifest(saved)["goal"]["metric"], stopping.best_value.split()[0]
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "metrics", "metric"),
-    [(own_loss, [], "validation_loss"), (own_loss, ["accuracy"], None), (nn.CrossEntropyLoss(), [], None)],
-    ids=["own", "accuracy asked for", "torch's"],
+    [
+        (own_loss, [], "validation_loss"),
+        (own_loss, ["accuracy"], None),
+        (own_loss, [accuracy], None),
+        (nn.CrossEntropyLoss(), [], None),
+    ],
+    ids=["own", "accuracy asked for", "own accuracy", "torch's"],
 )
 def test_a_loss_of_ones_own_decides_itself(loss_fn, metrics, metric, tmp_path):
     """Its target may be of no class, and its accuracy say nothing."""
-    stopping, policy = adl_dist.EarlyStopping(), adl_dist.CheckpointPolicy(keep_best=True)
-    trainer = toy_trainer(1, loss_fn=loss_fn, metrics=metrics, verify=False)
-    given = {"val_dataset": FixedImages(4, seed=1), "monitoring": SILENT, "callbacks": [stopping]}
-    trainer.fit(FixedImages(4), epochs=1, batch_size=4, run_dir=tmp_path, checkpoints=policy, **given)
-    (saved,) = layout.complete(tmp_path / "checkpoints")
-    assert [layout.read_manifest(saved)["goal"]["metric"], stopping.goal.metric] == [metric, metric]
+    found = fitted_with(adl_dist.EarlyStopping(), tmp_path, loss_fn=loss_fn, metrics=metrics)
+    assert found == (metric, metric or "validation_accuracy")
+
+
+def test_early_stopping_of_two_runs_follows_each_as_it_is(tmp_path):
+    stopping = adl_dist.EarlyStopping()
+    assert fitted_with(stopping, tmp_path / "own", loss_fn=own_loss)[1] == "validation_loss"
+    assert fitted_with(stopping, tmp_path / "torch", loss_fn=nn.CrossEntropyLoss())[1] == "validation_accuracy"
+    assert stopping.goal == Goal()
 
 
 def test_a_metric_without_its_prefix_is_told_with_it():

@@ -218,14 +218,6 @@ def test_an_optimizer_that_refuses_a_parameter_is_told():
         Run(muon, 1).fit(None, 1)
 
 
-def test_an_optimizer_of_named_parameters_is_told_of_rules():
-    """Unpacked, a parameter is its rows."""
-    with pytest.raises(
-        ConfigError, match=r"the factory gets parameters without names: .*adl_dist\.optimizers\.with_rules"
-    ):
-        Run(lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1), 1).fit(None, 1)
-
-
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 

@@ -114,7 +114,7 @@ class TakesOver(adl_dist.Callback):
 
 
 def test_a_run_ends_when_another_has_taken_its_folder(tmp_path):
-    told = r"run_dir=.*: another process \(pid 7 on node9\) has taken the folder over at 12:00, .*; stop that one"
+    told = r"run_dir=.*: pid 7 on node9 has taken the folder over at 12:00, .*; stop that one"
     with pytest.raises(adl_dist.TakenOverError, match=told):
         toy_trainer(2, 2).fit(
             FixedImages(20),

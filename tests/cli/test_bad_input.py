@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
     explodes = [f"model._target_={USER}.explodes", "model.after=9"]
     line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
-    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "keeps its last checkpoint"])
+    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "The last checkpoint, if any, is kept"])
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
     in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
     kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))

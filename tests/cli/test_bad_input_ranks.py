@@ -54,7 +54,7 @@ def diverged(tmp_path_factory, start):
 
 def test_a_nan_loss_stops_both_processes_and_keeps_a_checkpoint(diverged):
     run_dir, _, outcome = diverged
-    shows(outcome.refusal(), ["stage 1: the loss is nan at update 2 (epoch 2)", "keeps its last checkpoint"])
+    shows(outcome.refusal(), ["stage 1: the loss is nan at update 2 (epoch 2)", "The last checkpoint, if any, is kept"])
     assert "\nepoch 1/3" in outcome.out
     assert left_behind(run_dir) == []
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [OLDER]

@@ -1,5 +1,6 @@
 """``adl-dist schedule`` as a user calls it."""
 
+import gc
 import json
 import sys
 
@@ -46,3 +47,13 @@ def test_a_schedule_is_printed_without_torch():
     code = "import sys; sys.modules['torch'] = None; from adl_dist.cli import main; main(['schedule'])"
     outcome = as_command(sys.executable, "-c", code)
     assert (outcome.code, outcome.err) == (0, "")
+
+
+def test_a_caller_of_main_keeps_its_garbage_collector():
+    before = gc.get_freeze_count()
+    gc.disable()
+    try:
+        done(*SMALL)
+        assert (gc.isenabled(), gc.get_freeze_count()) == (False, before)
+    finally:
+        gc.enable()

@@ -111,11 +111,11 @@ def test_timm_loads_an_exported_file_of_its_model(tmp_path):
 
 def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     """The loss is that which the script's own run ended with."""
-    trainer = toy_trainer(2, 2)
+    trainer = toy_trainer(2, 2, metrics=["top5"])
     data, run_dir = FixedImages(16), tmp_path / "run"
     summary = trainer.fit(data, val_dataset=data, epochs=1, batch_size=8, run_dir=run_dir, monitoring=QUIET)
-    for out in ("model.pt", "model.safetensors"):
-        assert in_process("export", str(run_dir), f"out={tmp_path / out}").code == 0
+    for out, of_script in (("model.pt", ()), ("model.safetensors", (OF_SCRIPT[0], "train.metrics=[top5]"))):
+        assert in_process("export", str(run_dir), f"out={tmp_path / out}", *of_script).code == 0
     assert_same(trainer.full_state_dict(), torch.load(tmp_path / "model.pt"))
     assert_same(trainer.full_state_dict(), safetensors.torch.load_file(tmp_path / "model.safetensors"))
     outcome = in_process("export", str(run_dir), f"out={tmp_path / 'folder'}")

@@ -136,7 +136,8 @@ def test_a_schedule_shorter_than_the_run_is_refused(make, at):
 
 def test_a_schedule_that_fails_is_told_with_its_arguments():
     for target, passed in ((lr_scheduler.CosineAnnealingLR, "optimizer"), (cosine, r"optimizer, updates_per_.*=30")):
-        with pytest.raises(ConfigError, match=rf"{target.__name__}.* refuses \({passed}, unknown=1\): TypeError"):
+        told = rf"{target.__name__}, which takes \(optimizer, .* refuses \({passed}, unknown=1\): TypeError"
+        with pytest.raises(ConfigError, match=told):
             built(target, unknown=1)
 
 

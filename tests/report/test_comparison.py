@@ -69,15 +69,16 @@ def test_equal_runs_count_once_and_without_bp_no_column_is_its(runs):
     for value, seed in ((0.9, 0), (0.9, 0), (0.9, 1), (0.7, 1)):
         runs.add("adl", value, seed=seed)
     text = compare(runs.made)
-    shows(text, ["3 runs, seeds 0, 1", "| adl (run2) | 90.00 % ", "| adl (run3) | 70.00 % ", "| K = 2  "])
+    labels = [f"| adl ({run}) | {value}.00 % " for run, value in (("run0", 90), ("run2", 90), ("run3", 70))]
+    shows(text, ["3 runs, seeds 0, 1", *labels, "| K = 2  "])
     shows(text, [f"{runs.made[1]} has the settings and results of {runs.made[0]}; counted once"])
 
 
 def test_runs_of_equal_settings_are_told_apart_by_their_folders(runs):
-    """Also in the rows: a median over the seeds would be one of two models."""
+    """Also in the rows, and with their other seeds: a median over the seeds would be one of two models."""
     for loss, seed in ((0.5, 0), (0.4, 1), (0.3, 1)):
         runs.add("adl", 2.0, 1.0, loss, seed=seed, name="loss")
-    shows(compare(runs.made), ["| adl, K = 2, seed 0  ", "| adl (run1), K = 2, seed 1 |", "| adl (run2) "])
+    shows(compare(runs.made), ["| adl (run0), K = 2, seed 0 ", "| adl (run1), K = 2, seed 1 |", "| adl (run2) "])
 
 
 def test_bp_comes_first_and_others_are_compared_with_their_m(runs):

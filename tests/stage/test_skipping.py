@@ -114,6 +114,15 @@ def test_an_update_without_a_target_that_counts_says_so():
         trainer.fit(data, epochs=1, batch_size=8, shuffle=False, monitoring=QUIET)
 
 
+def test_a_loss_of_ones_own_may_be_nan_for_another_reason():
+    """Targets that are no class may be numbers to it."""
+    data = FixedImages(8)
+    data.labels[:] = [-1] * 8
+    trainer = toy_trainer(2, 4, loss_fn=lambda out, target: out.mean() * NAN, verify=False)
+    with pytest.raises(DivergedError, match="stage 1: the loss is nan at update 0 "):
+        trainer.fit(data, epochs=1, batch_size=8, monitoring=QUIET)
+
+
 @pytest.mark.parametrize("method", ["adl", "gpipe"])
 def test_the_stage_nearest_the_loss_reports_a_shared_fault(method):
     for seed in range(2):

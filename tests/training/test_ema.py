@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from adl_dist.errors import ConfigError
 from tests.support.commands import assert_same, in_process, words
 from tests.support.equations import assert_close, plain_loop
-from tests.support.runs import nan_inputs, sgd, trained
+from tests.support.runs import nan_inputs, sgd, toy_trainer, trained
 from tests.support.tied import SHARED, TIED_BALANCE, tied_net
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -53,6 +54,13 @@ def test_the_average_is_evaluated_and_the_weights_are_kept():
     assert found == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
     assert found != pytest.approx(trainer.evaluate(data)["validation_loss"], rel=1e-6)
     assert_same(trainer.full_state_dict(), weights)
+
+
+def test_an_average_that_was_not_made_is_refused_at_once():
+    """Before the model is cut or data is read."""
+    for call in (lambda trainer: trainer.evaluate(None, batch_size=2, ema=True), lambda t: t.full_state_dict(ema=True)):
+        with pytest.raises(ConfigError, match="ema=True: no average was made; give Trainer"):
+            call(toy_trainer(2))
 
 
 def test_an_update_that_is_skipped_is_not_averaged():

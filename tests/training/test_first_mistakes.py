@@ -139,12 +139,13 @@ def test_a_traceback_has_no_frames_of_ours(K):
     assert [code.co_name for code in frames if "/adl_dist/" in code.co_filename.replace(os.getcwd(), "")] == ["alone"]
 
 
-def test_an_id_without_a_row_is_told_with_its_micro_batch():
-    ids = torch.arange(8)
-    ids[7] = 57
+@pytest.mark.parametrize(("id_", "ids"), [(57, "6 to 57"), (-1, "-1 to 6")])
+def test_an_id_without_a_row_is_told_with_those_beside_it(id_, ids):
+    given = torch.arange(8)
+    given[7] = id_
     trainer = toy_trainer(2, 2, model=nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3)), balance=[1, 1])
-    with pytest.raises(DataError, match=r"a row for each id in the data\? Those of micro-batch 3 are at most 57$"):
-        trainer.fit([(i, 0) for i in ids], epochs=1, batch_size=4, shuffle=False, monitoring=SILENT)
+    with pytest.raises(DataError, match=rf"a row for each id in the data\? Those of this micro-batch are {ids}$"):
+        trainer.fit([(i, 0) for i in given], epochs=1, batch_size=4, shuffle=False, monitoring=SILENT)
 
 
 def test_inference_mode_around_a_training_changes_nothing():

@@ -75,6 +75,19 @@ def test_a_metric_that_writes_to_its_arguments_is_refused(of):
         trained(2, 4, [masked])
 
 
+class Inferred(nn.Sequential):
+    def forward(self, x):
+        with torch.inference_mode(not self.training):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_metrics_take_outputs_of_inference_mode(K):
+    trainer = toy_trainer(K, model=Inferred(nn.Flatten(), nn.Linear(72, 10)), balance="even", metrics=["top5"])
+    data = {"train_dataset": FixedImages(4), "val_dataset": FixedImages(4)}
+    assert "validation_top5" in trainer.fit(**data, epochs=1, batch_size=4, monitoring=SILENT)
+
+
 def test_metrics_of_training_are_recorded_for_each_update(tmp_path):
     _, summary = trained(2, 4, NAMES, run_dir=tmp_path)
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -115,8 +128,9 @@ def test_accuracy_by_name_finds_classes_in_the_last_dimension():
     assert summary["validation_accuracy"] == pytest.approx(by_torch(state)["validation_accuracy"])
 
 
-def test_one_name_is_a_list_of_one_metric():
-    summary = toy_trainer(1, 1, metrics="top5").fit(
+@pytest.mark.parametrize(("one", "name"), [("top5", "top5"), (entropy, "entropy")])
+def test_one_name_is_a_list_of_one_metric(one, name):
+    summary = toy_trainer(1, 1, metrics=one).fit(
         FixedImages(8), val_dataset=FixedImages(8), epochs=1, batch_size=8, monitoring=SILENT
     )
-    assert "validation_top5" in summary
+    assert f"validation_{name}" in summary

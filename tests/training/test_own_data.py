@@ -1,5 +1,6 @@
 """A user's collate_fn, sampler and iterable dataset: what they decide, and the same again after a resume."""
 
+import contextlib
 import functools
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, TensorDataset, 
 import adl_dist
 from adl_dist import Loading
 from adl_dist.data import Loader
+from adl_dist.data.stream import Stream
 from adl_dist.errors import AdlError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import Resumable, Streamed, encoder, padded, sentence
@@ -69,6 +71,19 @@ def test_the_trial_takes_no_sample_of_an_iterable_away(K):
     dataset = GoesOn()
     trained(dataset, K=K)
     assert dataset.read[-40:] == [*range(1, 21)] * 2
+
+
+def test_a_trial_that_fails_puts_the_dataset_back():
+    dataset = GoesOn()
+    stream = Stream(dataset, 0)
+    with contextlib.suppress(KeyError), stream.put_back():
+        stream.begin(0, 0)
+        stream.next()
+        raise KeyError
+    assert dataset.start == 0
+    stream.begin(0, 1)
+    stream.next()
+    assert dataset.read == [1, 1, 2]
 
 
 def test_the_samples_of_an_iterable_do_not_depend_on_m_or_k():
