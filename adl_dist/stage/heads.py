@@ -150,8 +150,6 @@ def _layers(width: int) -> list[nn.Module]:
 
 # Each from (channels, height or width in pixels, classes); 0 pixels: features [B, C] instead of images.
 CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear}
-# Heads whose BatchNorm may meet a single value per channel if there is a single sample.
-NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
 
 
@@ -194,11 +192,6 @@ class GradientNetwork(nn.Module):
 
 def _conv_of_3(before: int, after: int, *, bias: bool) -> nn.Conv2d:
     return nn.Conv2d(before, after, 3, padding=1, bias=bias)
-
-
-def normalises_samples(method: Method) -> bool:
-    """Return whether a head of ``method`` has BatchNorm, so needs two samples."""
-    return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
 
 
 def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *, gets_gradient: bool) -> None:
