@@ -86,7 +86,7 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
 
 def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
     """Return the most micro-batches between two actions at one moment."""
-    return max(accumulate((op is begins) - (op is ends) for op, _ in actions))
+    return max(accumulate((op is begins) - (op is ends) for op, *_ in actions))
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
@@ -96,7 +96,7 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
     deferred: dict[int, int] = {}  # with their weight versions
     version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # most_deferred: by the number of graphs
     is_ahead, last_seen = pipeline.forwards_ahead(stage), -1  # the version of the last forward
-    for op, number in actions:
+    for op, number, *_ in actions:
         if op in FORWARDS:
             last_seen = version
         if op in (Op.FORWARD, Op.RECOMPUTE):
