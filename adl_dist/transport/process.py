@@ -26,7 +26,6 @@ from torch import Tensor
 
 from adl_dist.batch import Tensors
 from adl_dist.errors import ChannelError
-from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import TensorSpec, fill_sizes
@@ -56,9 +55,7 @@ class Edge(NamedTuple):
 
 
 def connect_edges(
-    num_stages: int,
-    links: Iterable[str],
-    more: Iterable[Message] = (),
+    triples: Iterable[tuple[str, int, int]],
     *,
     backend: str,
     device: torch.device,
@@ -69,9 +66,7 @@ def connect_edges(
     Stage s is in rank s mod the number of ranks.
 
     Args:
-        num_stages: the number of stages.
-        links: the kinds of messages.
-        more: further edges.
+        triples: (kind of messages, sending stage, receiving stage) of each edge, in the same order on every rank.
         backend: carries the tensors that stay on ``device``.
         device: of this rank.
         timeout: the limit of the first messages, and of all over NCCL.
@@ -80,16 +75,9 @@ def connect_edges(
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
     """
     rank, num_ranks, edges = dist.get_rank(), dist.get_world_size(), {}
-    pairs = [
-        (what, sender, receiver(op, sender, num_stages=num_stages))
-        for op, link in LINKS.items()
-        for what in (link.what, f"{link.what}{SIZES}")
-        if what in links
-        for sender in ([0] if link.hop is None else range(num_stages))
-    ] + list(more)
-    for what, sender, to in pairs:
+    for what, sender, to in triples:
         ranks = sender % num_ranks, to % num_ranks
-        if not 0 <= to < num_stages or ranks[0] == ranks[1]:
+        if ranks[0] == ranks[1]:
             continue
         edge_backend = "gloo" if what in ON_CPU or what.endswith(SIZES) else backend
         # NCCL asks strangers for a number that only its ranks know, and may connect again later.
