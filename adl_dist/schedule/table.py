@@ -54,14 +54,13 @@ def tied_figures(pipeline: Pipeline) -> list[TiedFigures]:
     return rows
 
 
-def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
+def figures(pipeline: Pipeline) -> list[StageFigures]:
     """Return delay, staleness and held tensors of each stage.
 
-    They are counted in a segment of ``num_micro_batches``, by default enough to reach the steady state.
+    They are counted in a segment long enough to reach the steady state.
     """
     M = pipeline.micro_batches_per_update
-    if num_micro_batches is None:
-        num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6)
+    num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6)
     rows = []
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)

@@ -18,7 +18,7 @@ from adl_dist.schedule.build_actions import (
     training_actions,
     training_turns,
 )
-from adl_dist.schedule.interleaving import at_random, in_turns
+from adl_dist.schedule.interleaving import in_turns
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.schedule.send_limits import max_outstanding
 from adl_dist.schedule.split import simulated, split_actions
@@ -59,7 +59,7 @@ def versions(K, group_sizes, seed):
     """Weight version at every forward and at every backward, and the most micro-batches in flight per stage."""
     version, in_flight, most = [0] * K, [0] * K, [0] * K
     at_forward, at_backward = {}, {}
-    for k, (op, b, *_) in interleave(actions_of(K, group_sizes), pick_next=at_random(seed)):
+    for k, (op, b, *_) in interleave(actions_of(K, group_sizes), pick_next=random.Random(seed).choice):
         if op is Op.FORWARD:
             at_forward[k, b] = version[k]
             in_flight[k] += 1
@@ -143,7 +143,7 @@ def test_every_version_and_staleness_is_that_of_the_formula(variant, K, M):
     for N, seed in ((5, 1), (16, 2), (30, 3)):
         sizes = groups(N, pipeline.micro_batches_per_update)
         version, forced = [0] * K, [None] * K
-        for k, (op, b, *_) in interleave(actions_of(K, sizes, chosen), pick_next=at_random(seed)):
+        for k, (op, b, *_) in interleave(actions_of(K, sizes, chosen), pick_next=random.Random(seed).choice):
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
                 used = version[k] if forced[k] is None else forced[k]
                 assert used == pipeline.forward_version(k, b)
