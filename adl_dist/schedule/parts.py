@@ -112,12 +112,6 @@ def _tied_update(stage: int, tie: Tie, group: int, end: int) -> Iterator[Action]
     yield Action(Op.UPDATE_TIED, group, tie, stage)
 
 
-def learning_part(b: int) -> Iterator[Action]:
-    """Yield the actions by which a head learns from a gradient."""
-    yield Action(Op.RECV_GRAD, b)
-    yield Action(Op.LEARN, b)
-
-
 def forward(
     op: Op,
     b: int,

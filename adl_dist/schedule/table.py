@@ -77,15 +77,10 @@ def figures(pipeline: Pipeline) -> list[StageFigures]:
                 weight_copies=copies,
                 history_copies=pipeline.remembers_displacement(k) + pipeline.feedback_lag(k),
                 deferred=deferred,
-                outputs=_most_open(actions, Op.PREDICT_GRADIENT, Op.LEARN),
+                outputs=max(accumulate((op is Op.PREDICT_GRADIENT) - (op is Op.LEARN) for op, *_ in actions)),
             )
         )
     return rows
-
-
-def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
-    """Return the most micro-batches between two actions at one moment."""
-    return max(accumulate((op is begins) - (op is ends) for op, *_ in actions))
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
