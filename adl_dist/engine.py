@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from adl_dist.batch import Batch, Tensors
 from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
-from adl_dist.schedule.actions import LINKS, RECEIVES, TiedAction, is_of_groups, what_of
+from adl_dist.schedule.actions import LINKS, RECEIVES, is_of_groups, what_of
 from adl_dist.stage import Stage
 from adl_dist.stage.heads import GradientHead
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
@@ -164,7 +164,7 @@ def step(action: Action, context: StageContext) -> None:
         case Op.UPDATE_HEAD:
             _head_of(stage).update()
         case Op.UPDATE_TIED:
-            assert isinstance(action, TiedAction)
+            assert action.tie is not None
             stage.update_tied(action.tie.number)
         case _:
             _exchange(action, context)
@@ -173,7 +173,7 @@ def step(action: Action, context: StageContext) -> None:
 def _exchange(action: Action, context: StageContext) -> None:
     """Exchange parts of a group's gradients, or of their norm, and the total."""
     stage, b, what = context.stage, action.number, what_of(action)
-    summed = stage.ties[action.tie.number] if isinstance(action, TiedAction) else stage.model_norm
+    summed = stage.ties[action.tie.number] if action.tie is not None else stage.model_norm
     assert summed is not None, "the schedule has these actions if stages clip by the norm of the model"
     match action.op:
         case Op.SEND_PART | Op.SEND_NORM:

@@ -77,7 +77,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo")
-    edges = connect_edges(2, ("act", "grad"), backend="gloo", device=CPU, timeout=timedelta(seconds=60))
+    edges = connect_edges([("act", 0, 1), ("grad", 1, 0)], backend="gloo", device=CPU, timeout=timedelta(seconds=60))
     there, back = edges["act", 0], edges["grad", 1]
     if dist.get_rank() == 0:
         print(f"us per message, medians of {rounds} rounds (least .. most)")

@@ -32,13 +32,11 @@ from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
 from adl_dist.schedule import Pipeline
-from adl_dist.schedule.actions import Message
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
 from adl_dist.transport.process import Edge, abort, connect_edges
 
 COORDINATOR_RANK = 0
-EVERY_METHOD_NEEDS = ("act", "grad", "target")
 
 
 @dataclass
@@ -59,7 +57,7 @@ class World:
     num_jobs: int = 0  # begun so far, equal on all processes
     has_left: bool = False  # whether it has left the others, after an error that they may not have met
     is_aborted: bool = False  # whether its edges were aborted
-    _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
+    _connected: set[tuple[str, int, int]] = field(default_factory=set)  # all edges, also those between other processes
     _abort: threading.Lock = field(default_factory=threading.Lock)  # torch's abort may be called once
     _group: Any = None  # ours, if it was created here
     _set_aside: Any = None  # the default process group that is not in use: ours, the script's own, or None
@@ -69,28 +67,25 @@ class World:
         """Whether there is more than one process."""
         return self.size > 1
 
-    def connect_more(self, links: Iterable[str], more: Iterable[Message] = ()) -> None:
+    def connect_more(self, triples: Iterable[tuple[str, int, int]]) -> None:
         """Connect the missing edges; every rank calls it with the same."""
-        apart = [message for message in more if message.what not in self._links]
-        missing = [link for link in links if link not in self._links]
-        if not missing and not apart:
+        missing = [triple for triple in triples if triple not in self._connected]
+        if not missing:
             return
         try:
             if self.listener is not None:
                 unblock(self.listener)  # a new group may need a new connection to the store
-            self.edges |= connect_edges(
-                self.num_stages, missing, apart, backend=self.backend, device=self.device, timeout=self.timeout
-            )
+            self.edges |= connect_edges(missing, backend=self.backend, device=self.device, timeout=self.timeout)
             dist.barrier()  # only now have all connected
             if self.listener is not None:
                 block(self.listener)
         except RuntimeError as error:
-            names = ", ".join([*missing, *(message.what for message in apart)])
+            names = ", ".join(dict.fromkeys(what for what, _, _ in missing))
             raise ChannelError(
                 f"rank {self.rank} could not connect the edges for {names}: {first_line(error)}; a peer "
                 "is gone or silent, and its own log, logs/rankR.log, says why"
             ) from error
-        self._links |= {*missing, *(message.what for message in apart)}
+        self._connected |= {*missing}
 
     def abort_edges(self) -> None:
         """Abort messages that would never arrive; only once."""
@@ -108,6 +103,13 @@ class World:
         """Return the store of the next job, without the keys of earlier jobs."""
         self.num_jobs += 1
         return dist.PrefixStore(f"job{self.num_jobs}", self.store)
+
+
+def common_edges(num_stages: int) -> list[tuple[str, int, int]]:
+    """Return (kind, sending stage, receiving stage) of edges of all methods."""
+    last = num_stages - 1
+    edges = [("target", 0, last)] if last > 0 else []
+    return edges + [edge for k in range(last) for edge in (("act", k, k + 1), ("grad", k + 1, k))]
 
 
 def launched_world_size() -> int | None:
@@ -257,7 +259,8 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
                 "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
             )
     backend = message_backend(device, rank, size, store)
-    edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
+    triples = common_edges(num_stages)
+    edges = connect_edges(triples, backend=backend, device=device, timeout=timeout)
     with blocking_new():
         _start_rpc(rank, size, store, timeout_seconds)
     store.set(f"cores/{rank}", json.dumps(cores_here()))
@@ -274,7 +277,7 @@ def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_s
             "only those reach it whom you trust (SECURITY.md)"
         )
     world = World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, owns_group)
-    world._group = dist.GroupMember.WORLD
+    world._group, world._connected = dist.GroupMember.WORLD, {*triples}
     return world
 
 

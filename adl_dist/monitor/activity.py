@@ -188,7 +188,7 @@ class ActivityLog:
         ended = time.perf_counter()
         assert self.doing is not None, "begin comes before"
         k, action, began = self.doing
-        op, number = action
+        op, number, *_ = action
         of_stage = self.stages[k]
         of_stage.counts[op] += 1
         of_stage.seconds[op] += ended - began

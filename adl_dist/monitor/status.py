@@ -150,7 +150,7 @@ def _stage_status(
 ) -> StageStatus:
     op, number, peers, now = None, 0, [], time.perf_counter()
     if present is not None and present[0] == k:
-        (op, number), since = present[1:]
+        (op, number, *_), since = present[1:]
         doing = f"{KINDS[op][1]} {number}"
         if (message := message_of(present[1], k, num_stages=log.num_stages)) is not None:
             peers = [message.receiver if op in LINKS else message.sender]

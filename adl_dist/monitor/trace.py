@@ -60,7 +60,7 @@ def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[di
     for event in log.events[k]:
         # Whole nanoseconds first: rounded one by one, neighbours could overlap.
         begin, end = (round((at - origin) * 1e9) for at in (event.begin, event.end))
-        (op, number), segment = event.action, event.segment.segment
+        (op, number, *_), segment = event.action, event.segment.segment
         share, kind = KINDS[op]
         groups = dict.fromkeys((Op.UPDATE, Op.UPDATE_HEAD, Op.UPDATE_TIED), "group")
         counted = {**groups, Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")

@@ -157,7 +157,7 @@ def spans_with_free_links(pipeline: Pipeline, timeline: Timeline) -> list[Span]:
     lists, turns = in_processes(pipeline, num_micro_batches=M * (2 * begins + num_updates + 2))
     found, made = list[Span](), [-1] * pipeline.num_stages  # the update that each stage made last
     for span in simulate(lists, costs, turns=turns):
-        op, number = span.action
+        op, number, *_ = span.action
         if op is Op.UPDATE:
             made[span.stage] = number
         if begins <= made[span.stage] < begins + num_updates:
@@ -207,7 +207,7 @@ def arrows(boxes: Sequence[Span], messages: Sequence[tuple[int, Action]]) -> Ite
         if box.action.op in (*FORWARDS, *BACKWARDS)
     }
     learning = {(box.stage, box.action.number): box for box in boxes if box.action.op is Op.LEARN}
-    for stage, (op, number) in messages:
+    for stage, (op, number, *_) in messages:
         is_act = op is Op.RECV_ACT
         if is_act or op is Op.RECV_GRAD:
             tail = made.get((stage - 1 if is_act else stage + 1, is_act, number))

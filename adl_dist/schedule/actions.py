@@ -48,16 +48,6 @@ class Op(enum.Enum):
 BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
-class Action(NamedTuple):
-    """One step of one stage."""
-
-    op: Op
-    number: int  # the micro-batch within the segment; for updates the group; for WEIGHTS a count of updates
-
-    def __str__(self) -> str:
-        return f"{self.op.value}{self.number}"
-
-
 class Tie(NamedTuple):
     """A tie: tensors that several stages hold copies of."""
 
@@ -65,36 +55,16 @@ class Tie(NamedTuple):
     stages: tuple[int, ...]  # that hold a copy, in order; the first adds up the gradients
 
 
-class TiedAction(Action):
-    """An action on a tie.
+class Action(NamedTuple):
+    """One step of one stage."""
 
-    ``holder`` is the stage that exchanges with the first stage of the tie.
-    """
-
-    tie: Tie
-    holder: int
-
-    def __new__(cls, op: Op, number: int, tie: Tie, holder: int) -> "TiedAction":
-        """Build the action; it unpacks like any other."""
-        made = super().__new__(cls, op, number)
-        made.tie, made.holder = tie, holder
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether both are the same action on the same tie."""
-        return tuple.__eq__(self, other) is True and (self.tie, self.holder) == (
-            getattr(other, "tie", None),
-            getattr(other, "holder", None),
-        )
-
-    def __ne__(self, other: object) -> bool:
-        """Negate ``==``, because a tuple would compare its elements."""
-        return not self == other
-
-    __hash__ = tuple.__hash__
+    op: Op
+    number: int  # the micro-batch within the segment; for updates the group; for WEIGHTS a count of updates
+    tie: Tie | None = None  # of an action on a tie
+    holder: int = 0  # of an action on a tie: the stage that exchanges with the first stage of the tie
 
     def __str__(self) -> str:
-        return super().__str__() + (f".{self.tie.number}" if self.tie.number else "")
+        return f"{self.op.value}{self.number}" + (f".{self.tie.number}" if self.tie and self.tie.number else "")
 
 
 class Link(NamedTuple):
@@ -140,7 +110,7 @@ def tied_message(op: Op, tie: Tie, holder: int) -> Message:
 
 def what_of(action: Action) -> str:
     """Return the name of the edge of an ``action`` that sends or receives."""
-    if isinstance(action, TiedAction):
+    if action.tie is not None:
         return tied_message(action.op, action.tie, action.holder).what
     return (LINKS[action.op] if action.op in LINKS else RECEIVES[action.op]).what
 
@@ -152,7 +122,7 @@ def is_of_groups(what: str) -> bool:
 
 def message_of(action: Action, stage: int, *, num_stages: int) -> Message | None:
     """Return the message that ``action`` sends or receives, or None."""
-    if isinstance(action, TiedAction):
+    if action.tie is not None:
         return tied_message(action.op, action.tie, action.holder) if action.op in CARRIES else None
     return _untied_message(action.op, stage, num_stages)
 

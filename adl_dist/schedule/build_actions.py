@@ -11,7 +11,6 @@ from adl_dist.schedule.parts import (
     forward,
     forward_part,
     gradient_part,
-    learning_part,
     places_of,
     tied_updates_left,
     update_part,
@@ -118,7 +117,8 @@ def _until_drained(
         else:
             place_in_group = where[arrived]
             ends_group = place_in_group.offset + 1 == place_in_group.size
-            yield (tick, 1), [*learning_part(arrived), *[Action(Op.UPDATE_HEAD, place_in_group.group)] * ends_group]
+            learning = [Action(Op.RECV_GRAD, arrived), Action(Op.LEARN, arrived)]
+            yield (tick, 1), learning + [Action(Op.UPDATE_HEAD, place_in_group.group)] * ends_group
     left = list(tied_updates_left(pipeline, stage, ends, tied_apart=flush))
     holders = {holder for tie in pipeline.ties_of(stage) for holder in tie.stages}
     if pipeline.shares_norms:

@@ -1,6 +1,5 @@
 """All stages on one thread, in any interleaving of their actions."""
 
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -15,11 +14,6 @@ Edge = tuple[str, int]  # name of the message, and its receiver
 def downstream_first(runnable: Sequence[int]) -> int:
     """Choose the stage furthest downstream, which consumes messages early."""
     return runnable[-1]
-
-
-def at_random(seed: int) -> Callable[[Sequence[int]], int]:
-    """Return a random choice among the stages that can continue."""
-    return random.Random(seed).choice
 
 
 def in_turns(lists: Mapping[int, Sequence[Action]], turns: Iterable[int]) -> Iterator[tuple[int, Action]]:

@@ -187,11 +187,6 @@ class Method:
         """Whether the target travels from stage to stage, because heads need it."""
         return self.spec.local_losses or (self.spec.predicts_gradients and self.head_sees_target)
 
-    @property
-    def replays(self) -> bool:
-        """Whether some forwards run twice."""
-        return self.weights == "recompute" or self.recompute != "never"
-
     def recomputes(self, place: int, group_size: int, delay: int) -> bool:
         """Return whether a stage replays the forward of a micro-batch.
 

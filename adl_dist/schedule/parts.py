@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from adl_dist.schedule.actions import Action, Op, Tie, TiedAction
+from adl_dist.schedule.actions import Action, Op, Tie
 from adl_dist.schedule.pipeline import Pipeline
 
 
@@ -66,11 +66,11 @@ def gradient_part(pipeline: Pipeline, stage: int, group: int, ends: Mapping[int,
     ties = pipeline.ties_of(stage)
     for tie in ties:
         if stage != tie.stages[0]:
-            yield TiedAction(Op.SEND_PART, ends[group], tie, stage)
+            yield Action(Op.SEND_PART, ends[group], tie, stage)
     for tie in ties:
         if stage == tie.stages[0]:
             for op in (Op.RECV_PART, Op.SEND_SUM):
-                yield from (TiedAction(op, ends[group], tie, holder) for holder in tie.stages[1:])
+                yield from (Action(op, ends[group], tie, holder) for holder in tie.stages[1:])
     if pipeline.shares_norms and stage < pipeline.num_stages - 1:
         yield Action(Op.RECV_NORM, ends[group])
     if pipeline.shares_norms and stage > 0:
@@ -108,14 +108,8 @@ def tied_updates_left(
 
 def _tied_update(stage: int, tie: Tie, group: int, end: int) -> Iterator[Action]:
     if stage != tie.stages[0]:
-        yield TiedAction(Op.RECV_SUM, end, tie, stage)
-    yield TiedAction(Op.UPDATE_TIED, group, tie, stage)
-
-
-def learning_part(b: int) -> Iterator[Action]:
-    """Yield the actions by which a head learns from a gradient."""
-    yield Action(Op.RECV_GRAD, b)
-    yield Action(Op.LEARN, b)
+        yield Action(Op.RECV_SUM, end, tie, stage)
+    yield Action(Op.UPDATE_TIED, group, tie, stage)
 
 
 def forward(

@@ -56,7 +56,7 @@ def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) 
         [*gradient_part(pipeline, stage, number, ends), *update_part(pipeline, stage, number, ends)]
         if op is Op.UPDATE
         else [Action(op, number)]
-        for op, number in actions
+        for op, number, *_ in actions
     ]
     return [*chain.from_iterable(parts), *tied_updates_left(pipeline, stage, ends)]
 
@@ -86,7 +86,7 @@ def simulated(
     while (now := min(times)) < inf:
         k = K - 1 - times[::-1].index(now)  # the one nearest the loss
         done = stages[k].advance(now)
-        for op, _ in done:
+        for op, *_ in done:
             arrives = stages[k].free + link
             if op is Op.SEND_ACT:
                 stages[k + 1].acts.append(arrives)
@@ -124,7 +124,7 @@ def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> 
 def _later(actions: Sequence[Action], groups: int, micro_batches: int) -> list[Action]:
     """Return ``actions`` with later numbers of micro-batches and groups."""
     of_groups = Op.UPDATE, Op.WEIGHTS
-    return [Action(op, number + (groups if op in of_groups else micro_batches)) for op, number in actions]
+    return [Action(op, number + (groups if op in of_groups else micro_batches)) for op, number, *_ in actions]
 
 
 def room_for_links(pipeline: Pipeline) -> int:
@@ -197,7 +197,7 @@ class _Stage:
         return (
             *(self._num_forward - first, self._num_backward - first, self.num_updates - updates),
             *(max(self.free - now, 0), *map(tuple, arrivals)),
-            *(tuple(b - first for b in self._deferred), tuple((op, b - first) for op, b in self._locked)),
+            *(tuple(b - first for b in self._deferred), tuple((op, b - first) for op, b, *_ in self._locked)),
         )
 
     def room(self, num_groups: int) -> int:

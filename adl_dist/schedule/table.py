@@ -54,14 +54,13 @@ def tied_figures(pipeline: Pipeline) -> list[TiedFigures]:
     return rows
 
 
-def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
+def figures(pipeline: Pipeline) -> list[StageFigures]:
     """Return delay, staleness and held tensors of each stage.
 
-    They are counted in a segment of ``num_micro_batches``, by default enough to reach the steady state.
+    They are counted in a segment long enough to reach the steady state.
     """
     M = pipeline.micro_batches_per_update
-    if num_micro_batches is None:
-        num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6)
+    num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6)
     rows = []
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
@@ -78,15 +77,10 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
                 weight_copies=copies,
                 history_copies=pipeline.remembers_displacement(k) + pipeline.feedback_lag(k),
                 deferred=deferred,
-                outputs=_most_open(actions, Op.PREDICT_GRADIENT, Op.LEARN),
+                outputs=max(accumulate((op is Op.PREDICT_GRADIENT) - (op is Op.LEARN) for op, *_ in actions)),
             )
         )
     return rows
-
-
-def _most_open(actions: list[Action], begins: Op, ends: Op) -> int:
-    """Return the most micro-batches between two actions at one moment."""
-    return max(accumulate((op is begins) - (op is ends) for op, _ in actions))
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
@@ -96,7 +90,7 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
     deferred: dict[int, int] = {}  # with their weight versions
     version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # most_deferred: by the number of graphs
     is_ahead, last_seen = pipeline.forwards_ahead(stage), -1  # the version of the last forward
-    for op, number in actions:
+    for op, number, *_ in actions:
         if op in FORWARDS:
             last_seen = version
         if op in (Op.FORWARD, Op.RECOMPUTE):

@@ -229,7 +229,7 @@ def speed(method: Method, costs: Costs) -> Speed:
     """Predict the speed of ``method`` in a full pipeline."""
     K, M = len(costs.forward), method.micro_batches_per_update
     pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
-    period, worked = _per_update(pipeline, costs, _enough_groups(pipeline))
+    period, worked = _per_update(pipeline, costs)
     serial_period = time_per_update(serial, costs)
     busy = [time / period for time in worked]
     return Speed(
@@ -240,12 +240,9 @@ def speed(method: Method, costs: Costs) -> Speed:
     )
 
 
-def time_per_update(pipeline: Pipeline, costs: Costs, *, num_groups: int | None = None) -> float:
-    """Return the time of an update in a full pipeline.
-
-    It is the mean over ``num_groups`` groups, after as many to fill the pipeline; by default enough for a steady state.
-    """
-    return _per_update(pipeline, costs, num_groups or _enough_groups(pipeline))[0]
+def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
+    """Return the time of an update in a full pipeline."""
+    return _per_update(pipeline, costs)[0]
 
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
@@ -270,15 +267,13 @@ def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
     return Segment(epoch=after, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
 
 
-def _enough_groups(pipeline: Pipeline) -> int:
-    """Return enough groups for the steady state and its period."""
-    M = pipeline.micro_batches_per_update
-    return max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))
+def _per_update(pipeline: Pipeline, costs: Costs) -> tuple[float, list[float]]:
+    """Return the time of an update, and the busy time of each stage in it.
 
-
-def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
-    """Return the time of an update, and the busy time of each stage in it."""
+    They are means over groups, after as many to fill the pipeline.
+    """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
+    num_groups = max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))  # enough for the steady state's period
     if pipeline.spec.flush:
         num_groups = 4  # groups do not overlap, so all are equal from the second one on
 

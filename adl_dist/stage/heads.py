@@ -6,6 +6,7 @@ output by the shape of one sample: [C, H, W] of an image or [C] of features.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -150,8 +151,6 @@ def _layers(width: int) -> list[nn.Module]:
 
 # Each from (channels, height or width in pixels, classes); 0 pixels: features [B, C] instead of images.
 CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear}
-# Heads whose BatchNorm may meet a single value per channel if there is a single sample.
-NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
 
 
@@ -170,7 +169,9 @@ class GradientNetwork(nn.Module):
         self.num_classes = num_classes
         channels = shape[0]
         widths = [channels + num_classes, *[width or channels] * num_layers]
-        layer: Callable[..., nn.Linear | nn.Conv2d] = _conv_of_3 if len(shape) == 3 else nn.Linear
+        layer: Callable[..., nn.Linear | nn.Conv2d] = nn.Linear
+        if len(shape) == 3:
+            layer = partial(nn.Conv2d, kernel_size=3, padding=1)
         norm = nn.BatchNorm2d if len(shape) == 3 else nn.BatchNorm1d
         hidden = (
             nn.Sequential(layer(before, after, bias=False), norm(after, track_running_stats=False), nn.ReLU())
@@ -190,15 +191,6 @@ class GradientNetwork(nn.Module):
             out = torch.cat([out, masks], dim=1)
         gradient: Tensor = self.layers(out)
         return gradient
-
-
-def _conv_of_3(before: int, after: int, *, bias: bool) -> nn.Conv2d:
-    return nn.Conv2d(before, after, 3, padding=1, bias=bias)
-
-
-def normalises_samples(method: Method) -> bool:
-    """Return whether a head of ``method`` has BatchNorm, so needs two samples."""
-    return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
 
 
 def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *, gets_gradient: bool) -> None:

@@ -23,7 +23,7 @@ from adl_dist.batch import Tensors, tensors_of
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.schedule import StageWork, evaluation_work, training_work
-from adl_dist.schedule.actions import Op, TiedAction, what_of
+from adl_dist.schedule.actions import Op, what_of
 from adl_dist.schedule.run_plan import Segment
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.calls import is_part
@@ -135,7 +135,7 @@ class WarmUp:
         if training and k + 1 in self.acts:
             arriving["grad"] = zeros(self.acts[k + 1].of_gradients(), size)
         for action in work.actions:
-            if isinstance(action, TiedAction):
+            if action.tie is not None:
                 arriving[what_of(action)] = zeros(specs_of_tied(stage.ties[action.tie.number]), 1)
             elif action.op in (Op.RECV_NORM, Op.RECV_TOTAL):
                 arriving[what_of(action)] = zeros(specs_of_norm(what_of(action), stage), 1)

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from adl_dist.batch import Tensors
 from adl_dist.errors import ChannelError
-from adl_dist.schedule.actions import LINKS, Message, receiver
 from adl_dist.schedule.pipeline import RECEIVED_AHEAD
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import TensorSpec, fill_sizes
-from adl_dist.transport.staging import Begun, SendFromGpu, arrival, to_device, to_host
+from adl_dist.transport.staging import Wait, arrival, send_from_gpu, to_device, to_host
 from adl_dist.transport.wire import SpecsByMicroBatch, Wire
 
 POSTED_AHEAD = RECEIVED_AHEAD  # receives over NCCL beyond the one awaited
@@ -42,21 +41,7 @@ T = TypeVar("T")
 Issue = Callable[..., dist.Work | None]
 SEND: Issue = dist.isend
 RECEIVE: Issue = dist.irecv
-
-
-class GlooWork:
-    """A message over gloo, like a ``Work``, but without a time limit."""
-
-    def __init__(self, work: dist.Work) -> None:
-        """Keep the ``work``."""
-        self._work = work
-
-    def wait(self) -> None:
-        """Wait for the message, or raise a RuntimeError if the peer is gone."""
-        self._work.wait(NO_LIMIT)
-
-
-Works = list[tuple[Begun | None, Tensor]]  # None for an empty tensor; the buffers that they use
+Works = list[tuple[Wait | None, Tensor]]  # None for an empty tensor; the buffers that they use
 
 
 class Edge(NamedTuple):
@@ -70,9 +55,7 @@ class Edge(NamedTuple):
 
 
 def connect_edges(
-    num_stages: int,
-    links: Iterable[str],
-    more: Iterable[Message] = (),
+    triples: Iterable[tuple[str, int, int]],
     *,
     backend: str,
     device: torch.device,
@@ -83,9 +66,7 @@ def connect_edges(
     Stage s is in rank s mod the number of ranks.
 
     Args:
-        num_stages: the number of stages.
-        links: the kinds of messages.
-        more: further edges.
+        triples: (kind of messages, sending stage, receiving stage) of each edge, in the same order on every rank.
         backend: carries the tensors that stay on ``device``.
         device: of this rank.
         timeout: the limit of the first messages, and of all over NCCL.
@@ -94,16 +75,9 @@ def connect_edges(
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
     """
     rank, num_ranks, edges = dist.get_rank(), dist.get_world_size(), {}
-    pairs = [
-        (what, sender, receiver(op, sender, num_stages=num_stages))
-        for op, link in LINKS.items()
-        for what in (link.what, f"{link.what}{SIZES}")
-        if what in links
-        for sender in ([0] if link.hop is None else range(num_stages))
-    ] + list(more)
-    for what, sender, to in pairs:
+    for what, sender, to in triples:
         ranks = sender % num_ranks, to % num_ranks
-        if not 0 <= to < num_stages or ranks[0] == ranks[1]:
+        if ranks[0] == ranks[1]:
             continue
         edge_backend = "gloo" if what in ON_CPU or what.endswith(SIZES) else backend
         # NCCL asks strangers for a number that only its ranks know, and may connect again later.
@@ -167,15 +141,17 @@ class End:
         """Return the tag of a tensor; the header's place is -1."""
         return micro_batch * (1 + len(self.wire.specs)) + 1 + place
 
-    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> Begun | None:
+    def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> Wait | None:
         """Start to send or receive one tensor."""
         work = self._guard(micro_batch, lambda: issue(tensor, self._peer, group=edge.group, tag=tag))
-        return work if work is None or edge.backend == "nccl" else GlooWork(work)
+        if work is None:
+            return None
+        return work.wait if edge.backend == "nccl" else partial(work.wait, NO_LIMIT)
 
     def _wait(self, micro_batch: int, works: Works) -> None:
-        for work, _ in works:
-            if work is not None:
-                self._guard(micro_batch, work.wait)
+        for wait, _ in works:
+            if wait is not None:
+                self._guard(micro_batch, wait)
 
     def _guard(self, micro_batch: int, call: Callable[[], T]) -> T:
         """Return the result of ``call``, which fails if the peer is gone."""
@@ -252,14 +228,14 @@ class ProcessSender(End):
         sizes = torch.tensor([size for spec in specs for size in spec.shape], dtype=torch.int64)
         return [(self._issue(SEND, self._headers, micro_batch, self._tag(micro_batch, -1), sizes), sizes)]
 
-    def _begin(self, tensor: Tensor, micro_batch: int, place: int) -> tuple[Begun | None, Tensor]:
-        """Start to send one tensor; return its work and the memory to keep."""
+    def _begin(self, tensor: Tensor, micro_batch: int, place: int) -> tuple[Wait | None, Tensor]:
+        """Start to send one tensor; return its wait and the memory to keep."""
         tag = self._tag(micro_batch, place)  # now: the next segment may have other specs
         send = partial(self._issue, SEND, self._edge, micro_batch, tag)
         if self._edge.backend != "gloo" or not tensor.is_cuda:
             return send(tensor), tensor
         host, copied = to_host(tensor)
-        return SendFromGpu(tensor, host, copied, send), host
+        return send_from_gpu(tensor, host, copied, send), host
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
@@ -332,7 +308,7 @@ class ProcessReceiver(End):
     def _finish_oldest(self) -> Pending:
         message = super()._finish_oldest()
         if self._holds_host:
-            self._arrived = arrival([w for w, _ in message.works if isinstance(w, dist.Work)], self._device)
+            self._arrived = arrival([wait for wait, _ in message.works if wait is not None], self._device)
         return message
 
     def _has_room(self, num_under_way: int) -> bool:
@@ -354,8 +330,8 @@ class ProcessReceiver(End):
         while self._has_room(len(self._posted_headers)):
             ahead = self._to_post.popleft()
             sizes = torch.empty(sum(len(spec.shape) for spec in self.wire.specs), dtype=torch.int64)
-            work = self._issue(RECEIVE, headers, ahead, self._tag(ahead, -1), sizes)
-            self._posted_headers.append((ahead, [(work, sizes)]))
+            wait = self._issue(RECEIVE, headers, ahead, self._tag(ahead, -1), sizes)
+            self._posted_headers.append((ahead, [(wait, sizes)]))
         awaited, works = self._posted_headers.popleft()
         self._wait(awaited, works)
         sizes_left = iter(works[0][1].tolist())
@@ -367,6 +343,6 @@ class ProcessReceiver(End):
         made = self.wire.buffers(micro_batch, specs, self._arrives_on, pinned=self._pinned)
         for place, (buffer, view) in enumerate(made):
             tag = self._tag(micro_batch, place)
-            work = self._issue(RECEIVE, self._edge, micro_batch, tag, view) if view.numel() else None
-            works.append((work, buffer))
+            wait = self._issue(RECEIVE, self._edge, micro_batch, tag, view) if view.numel() else None
+            works.append((wait, buffer))
         self._pending.append(Pending(micro_batch, specs, works))

@@ -87,11 +87,6 @@ class TensorSpec:
         return tuple(math.prod(sizes[later] for later in order[order.index(d) + 1 :]) for d in range(len(sizes)))
 
     @cached_property
-    def is_empty(self) -> bool:
-        """Whether it has no elements, so that nothing is sent for it."""
-        return 0 in self.shape
-
-    @cached_property
     def varies(self) -> bool:
         """Whether each message has a header with its sizes, see wire.py."""
         return VARIES in self.shape

@@ -12,28 +12,12 @@ of device memory knows only one stream; ``record_stream`` names the others, and 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-
-class Begun(Protocol):
-    """The used part of ``torch.distributed.Work``."""
-
-    def wait(self) -> object:
-        """Wait for the message."""
-
-
-Send = Callable[[Tensor], Begun | None]  # begins to send a tensor in host memory
-
-
-class Event(Protocol):
-    """The used part of ``torch.cuda.Event``."""
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has reached the event."""
+Wait = Callable[[], object]  # waits for a message
+Send = Callable[[Tensor], Wait | None]  # begins to send a tensor in host memory
 
 
 @cache
@@ -50,31 +34,32 @@ def _outbox(device: torch.device) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="send from GPU", initializer=prepare)
 
 
-class SendFromGpu:
-    """A send that begins when its tensor has left the GPU, like a ``Work``."""
+def send_from_gpu(tensor: Tensor, host: Tensor, copied: torch.cuda.Event, send: Send) -> Wait:
+    """Send ``host`` once it is ``copied``, and keep ``tensor`` until then.
 
-    def __init__(self, tensor: Tensor, host: Tensor, copied: Event, send: Send) -> None:
-        """Send ``host`` once it is ``copied``, and keep ``tensor`` until then."""
-        self._begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
+    The function returned waits until the peer has the tensor, or raises the error of the send.
+    """
+    begun = _outbox(tensor.device).submit(_send_later, tensor, host, copied, send)
 
-    def wait(self) -> None:
-        """Wait until the peer has the tensor, or raise the error of the send."""
-        work = self._begun.result()
-        assert work is not None, "this process is an end of the edge"
-        work.wait()
+    def wait() -> None:
+        wait_for_peer = begun.result()
+        assert wait_for_peer is not None, "this process is an end of the edge"
+        wait_for_peer()
+
+    return wait
 
 
-def _send_later(_: Tensor, host: Tensor, copied: Event, send: Send) -> Begun | None:
+def _send_later(_: Tensor, host: Tensor, copied: torch.cuda.Event, send: Send) -> Wait | None:
     copied.synchronize()
     return send(host)
 
 
-def arrival(works: Iterable[dist.Work], device: torch.device) -> torch.cuda.Event:
+def arrival(waits: Iterable[Wait], device: torch.device) -> torch.cuda.Event:
     """Return an event for the arrival of NCCL's receives."""
     stream, complete = copy_stream(device, "arrivals"), torch.cuda.Event(blocking=True)
     with torch.cuda.stream(stream):
-        for work in works:
-            work.wait()  # holds up only this stream
+        for wait in waits:
+            wait()  # holds up only this stream
         complete.record(stream)
     return complete
 

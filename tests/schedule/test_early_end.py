@@ -1,6 +1,7 @@
 """A segment that is ended while it runs: the actions alone, no tensor, no process."""
 
 import itertools
+import random
 
 import pytest
 
@@ -15,9 +16,9 @@ from adl_dist.schedule import (
     training_work,
     updates_that_load,
 )
-from adl_dist.schedule.actions import RECEIVES, is_of_groups, what_of
+from adl_dist.schedule.actions import RECEIVES, Action, is_of_groups, what_of
 from adl_dist.schedule.build_actions import training_actions
-from adl_dist.schedule.interleaving import at_random, downstream_first
+from adl_dist.schedule.interleaving import downstream_first
 from adl_dist.training.edges import posted_ahead, tied_edges
 
 MAY_SPLIT = [name for name, spec in METHODS.items() if "split_backward" in spec.options]
@@ -91,8 +92,8 @@ def test_ended_at_any_load_all_stages_end_after_the_same_update(name, K, M, arou
             if action.op in RECEIVES:
                 arriving.setdefault((k, what_of(action)), []).append(action.number)
         done, got, num_updates = [[] for _ in range(K)], dict.fromkeys(arriving, 0), len(groups)
-        for k, action in interleave(lists, pick_next=at_random(stop_at) if stop_at else downstream_first):
-            if action == (Op.LOAD, stop_at):
+        for k, action in interleave(lists, pick_next=random.Random(stop_at).choice if stop_at else downstream_first):
+            if action == Action(Op.LOAD, stop_at):
                 num_updates = updates_that_load(groups, stop_at + 1 + max(ahead, *beyond.values(), 0))
                 end = sum(groups[:num_updates])
                 for (j, what), order in arriving.items():

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, describe, interleave, max_pending_of, method
-from adl_dist.schedule.actions import BACKWARDS, LINKS, receiver
+from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, receiver
 from adl_dist.schedule.build_actions import (
     evaluation_actions,
     evaluation_turns,
     training_actions,
     training_turns,
 )
-from adl_dist.schedule.interleaving import at_random, in_turns
+from adl_dist.schedule.interleaving import in_turns
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.schedule.send_limits import max_outstanding
 from adl_dist.schedule.split import simulated, split_actions
@@ -59,7 +59,7 @@ def versions(K, group_sizes, seed):
     """Weight version at every forward and at every backward, and the most micro-batches in flight per stage."""
     version, in_flight, most = [0] * K, [0] * K, [0] * K
     at_forward, at_backward = {}, {}
-    for k, (op, b) in interleave(actions_of(K, group_sizes), pick_next=at_random(seed)):
+    for k, (op, b, *_) in interleave(actions_of(K, group_sizes), pick_next=random.Random(seed).choice):
         if op is Op.FORWARD:
             at_forward[k, b] = version[k]
             in_flight[k] += 1
@@ -143,7 +143,7 @@ def test_every_version_and_staleness_is_that_of_the_formula(variant, K, M):
     for N, seed in ((5, 1), (16, 2), (30, 3)):
         sizes = groups(N, pipeline.micro_batches_per_update)
         version, forced = [0] * K, [None] * K
-        for k, (op, b) in interleave(actions_of(K, sizes, chosen), pick_next=at_random(seed)):
+        for k, (op, b, *_) in interleave(actions_of(K, sizes, chosen), pick_next=random.Random(seed).choice):
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
                 used = version[k] if forced[k] is None else forced[k]
                 assert used == pipeline.forward_version(k, b)
@@ -184,15 +184,15 @@ def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
     for k, actions in enumerate(actions_of(K, groups(4 * M + 3, chosen.micro_batches_per_update), chosen)):
         outstanding, done = [], 0
         if not Pipeline(chosen, K).splits_backward(k):
-            assert [number for op, number in actions if op is Op.BACKWARD] == [*range(4 * M + 3)]
-            assert not any(op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_GRAD) for op, _ in actions)
+            assert [number for op, number, *_ in actions if op is Op.BACKWARD] == [*range(4 * M + 3)]
+            assert not any(op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND_GRAD) for op, *_ in actions)
             continue
-        for before, (op, number) in pairwise(actions):
+        for before, (op, number, *_) in pairwise(actions):
             if op is Op.BACKWARD_INPUT:
                 outstanding.append(number)
                 assert len(outstanding) <= most
             elif op is Op.SEND_GRAD:
-                assert before == (Op.BACKWARD_INPUT, number), "at once"
+                assert before == Action(Op.BACKWARD_INPUT, number), "at once"
             elif op is Op.BACKWARD_WEIGHT:
                 assert outstanding.pop(0) == number
                 done += 1

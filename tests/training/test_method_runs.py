@@ -80,7 +80,7 @@ def test_a_run_is_as_stale_and_holds_what_is_predicted(variant, M, tmp_path, mon
     trainer = trainer_of(name, options, M, pick_next=watching)
     trainer.fit(FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, monitoring=SILENT)
     pipeline = Pipeline(method(name, accumulation_steps=M, **options), K)
-    for k, figure in enumerate(figures(pipeline, num_micro_batches=N)):
+    for k, figure in enumerate(figures(pipeline)):
         groups = [r for r in records_of(tmp_path, "stage/staleness") if r["stage"] == k]
         assert [r["update"] for r in groups] == list(range(-(-N // M))), "every stage makes ceil(N / M) updates"
         measured = [value for r in groups for value in r["by_offset"]]

@@ -12,7 +12,7 @@ from adl_dist.errors import ChannelError
 from adl_dist.transport import process
 from adl_dist.transport.process import Edge, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
-from adl_dist.transport.staging import SendFromGpu
+from adl_dist.transport.staging import send_from_gpu
 from adl_dist.transport.wire import Wire
 from tests.support.commands import assert_same
 from tests.support.gpu_stand_in import Event, on_gpu
@@ -91,6 +91,6 @@ def test_a_send_that_fails_raises_its_own_error():
 
     copy = Event()
     copy.finish()
-    send = SendFromGpu(torch.ones(1), torch.ones(1), copy, lost)
+    wait = send_from_gpu(torch.ones(1), torch.ones(1), copy, lost)
     with pytest.raises(ChannelError, match="gone"):
-        send.wait()
+        wait()

@@ -124,7 +124,7 @@ def wait_long(seconds):
     """One rank of two: the first message of an edge comes after more than the limit with which it was connected."""
     connect(2, device_type="cpu", timeout_seconds=30)
     device = torch.device("cpu")
-    edges = connect_edges(2, ["act"], backend="gloo", device=device, timeout=datetime.timedelta(seconds=seconds))
+    edges = connect_edges([("act", 0, 1)], backend="gloo", device=device, timeout=datetime.timedelta(seconds=seconds))
     wire = Wire(Specs.always([TensorSpec((3,), "float32")]), "act")
     if os.environ["RANK"] == "0":
         sender = ProcessSender(edges["act", 0], wire, max_pending=1, max_pending_in_evaluation=1)

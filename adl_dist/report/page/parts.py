@@ -157,7 +157,7 @@ def lanes(
 
 
 def _box(span: Span, length: float, stale: int | None) -> tuple[str, float, float, float, float, str, str]:
-    op, number = span.action
+    op, number, *_ = span.action
     x, y, width = _percent(span.start, length), _top(span.stage), _percent(span.end - span.start, length)
     if op in SMALL:
         return "small", x, y + BOX - STRIP, width, STRIP, "", op.name.replace("_", " ").lower()
