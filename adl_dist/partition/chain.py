@@ -140,7 +140,10 @@ class Chain:
 
 
 def _forwards_around(call: Call) -> Iterator[tuple[Call | None, str]]:
-    """Yield the forwards in which ``call`` is made, the model's last, each with the module that it runs for it."""
+    """Yield the forwards around ``call``, each with the module it runs there.
+
+    The model's own forward, None, is the last.
+    """
     inside: Call | None = call
     while inside is not None:
         yield inside.parent, inside.name

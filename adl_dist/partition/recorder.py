@@ -319,7 +319,7 @@ class Recorder(TorchFunctionMode):
                     self.recording.state.add(name)
 
     def is_left_out(self) -> bool:
-        """Return whether a member of a list of modules, or a part of one, has not been called yet."""
+        """Return whether a part of a list of modules has not been called yet."""
         called = {call.name: call.is_open for call in self.mode.calls.values() if call.is_module}
         whole = tuple(f"{name}." for name, is_open in called.items() if not is_open)
         lists = [name for name, module in self.model.named_modules() if _is_list(module) or _is_plain(module)]
