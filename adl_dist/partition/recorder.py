@@ -229,8 +229,8 @@ class Recorder(TorchFunctionMode):
 
     # One run
 
-    def observe(self, batch: Batch) -> None:
-        """Record a run of the model on one micro-batch."""
+    def observe(self, batch: Batch) -> Any:
+        """Record a run of the model on one micro-batch, and return its output."""
         self.facts: dict[int, _Fact] = {}
         self.kept: list[Any] = []
         self.inside: Call | None = None
@@ -268,6 +268,7 @@ class Recorder(TorchFunctionMode):
         self._order_runs()
         self.mode.readers.append(self._readers)
         self.facts, self.kept = {}, []
+        return out
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = arguments_of(batch)
@@ -462,7 +463,7 @@ class Recorder(TorchFunctionMode):
     def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
         if not (self.is_lazy and call.is_tainted):
             return function(*args, **kwargs)
-        args, kwargs = map_leaves(on_meta, (args, kwargs))
+        args, kwargs = map_leaves(_on_meta, (args, kwargs))
         try:
             return function(*args, **kwargs)
         except Exception:  # it asks for elements, which there are not
@@ -574,7 +575,7 @@ class Recorder(TorchFunctionMode):
         frame = self.frames[-1]
         key = frame.key(f"{name}*", is_module=False)
         if self.is_lazy and any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
-            args, kwargs = map_leaves(on_meta, (args, kwargs))
+            args, kwargs = map_leaves(_on_meta, (args, kwargs))
         out = func(*args, **kwargs)
         self._note_draws()
         if kind is Kind.ELEMENTS:
@@ -775,7 +776,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-def on_meta(leaf: Any) -> Any:
+def _on_meta(leaf: Any) -> Any:
     """Return a tensor without elements for a tensor, and meta for a device."""
     if isinstance(leaf, Tensor):
         return _to_meta(leaf)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from adl_dist.batch import (
@@ -34,11 +33,9 @@ from adl_dist.batch import (
 from adl_dist.errors import AdlError, ConfigError, in_one_line
 from adl_dist.losses import ModelLoss
 from adl_dist.memory import memory_of
-from adl_dist.partition import containers
-from adl_dist.partition.functions import ASK_DEVICE, Kind, answer_of_device, kind_of
-from adl_dist.partition.recorder import on_meta
+from adl_dist.partition.recorder import Recorder
+from adl_dist.partition.recording import Recording
 from adl_dist.partition.stage_plan import CutImpossibleError, ModePlan
-from adl_dist.partition.value import Value
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import StageInfo, describe_units, flatten_output, is_part, link_stages, takes_gradient
@@ -268,10 +265,12 @@ class StageRun:
 
     def _call(self, k: int, acts: Tensors, batch: MicroBatch, gets: str) -> Any:
         stage = self.stages[k]
-        whole = None if is_part(stage) else tree_unflatten(acts, tree_structure(batch.input_))
-        args, kwargs = arguments_of(acts if whole is None else whole)
+        input_ = acts if is_part(stage) else tree_unflatten(acts, tree_structure(batch.input_))
+        args, kwargs = arguments_of(input_)
         try:
-            with self._within(), _OnMeta() if self.is_lazy else nullcontext():
+            with self._within():
+                if self.is_lazy:
+                    return Recorder(stage, Recording(), training=stage.training).observe(input_)
                 return stage(*args, **kwargs)
         except (torch.OutOfMemoryError, AdlError):
             raise
@@ -435,23 +434,6 @@ def _rows(tensor: Tensor, rows: list[int]) -> Tensor:
 def _has_batch_first(out: Any, target: Batch) -> bool:
     """Return whether dimension 0 of each non-scalar in ``out`` is the batch."""
     return all(len(leaf) == num_samples(target) for leaf in flatten_output(out) if leaf.ndim)
-
-
-class _OnMeta(TorchFunctionMode):
-    """A mode that moves the real tensors of a call to meta if one is there.
-
-    Questions about the device of a tensor on meta are answered as on the CPU, where the model makes its tables.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, (name, kind) = kwargs or {}, kind_of(func)
-        if not any(tensor.is_meta for tensor in containers.tensors_in((args, kwargs))):
-            return func(*args, **kwargs)
-        if kind is Kind.ASK:
-            is_plain = name in ASK_DEVICE and type(args[0]) is not Value
-            return answer_of_device(name, torch.device("cpu")) if is_plain else func(*args, **kwargs)
-        args, kwargs = containers.map_leaves(on_meta, (args, kwargs))
-        return func(*args, **kwargs)
 
 
 def _made_up(tensor: Tensor, generator: torch.Generator) -> Tensor:
