@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,6 @@ from adl_dist.schedule import (
     Pipeline,
     Segment,
     StageWork,
-    downstream_first,
     evaluation_work,
     interleave,
     training_work,
@@ -148,7 +146,6 @@ class LocalWorker:
     train_loader: BatchSource | None = None  # on stage 0's process only
     validation_loader: BatchSource | None = None  # on stage 0's process only
     terms: LossTerms | None = None  # the terms of the loss's mean, unless that is over samples
-    pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
     unit: str = "images"  # of samples, or "tokens", if the loss counts many in a sample
     saves: bool = False  # whether there is a run folder
     meter: MemoryMeter | None = None  # of the one stage of this process, if its memory is measured
@@ -339,7 +336,7 @@ class LocalWorker:
         lists = {k: work[k].actions for k in sorted(work)}
         order: Iterable[tuple[int, Action]]
         if len(work) == self.pipeline.num_stages:
-            order = interleave([*lists.values()], pick_next=self.pick_next)
+            order = interleave([*lists.values()])
         elif len(work) == 1:
             order = ((k, action) for k, actions in lists.items() for action in actions)
         else:

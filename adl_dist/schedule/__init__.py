@@ -1,7 +1,7 @@
 """Schedules: the ordered actions of every stage, in pure integers."""
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.interleaving import downstream_first, interleave
+from adl_dist.schedule.interleaving import interleave
 from adl_dist.schedule.method_table import METHODS
 from adl_dist.schedule.methods import Method, method
 from adl_dist.schedule.pipeline import Pipeline
@@ -13,6 +13,6 @@ from adl_dist.schedule.work import StageWork, evaluation_work, shorten, training
 
 __all__ = [
     "METHODS", "Action", "Costs", "Method", "Op", "Pipeline", "Segment", "StageWork", "actions_of_all", "describe",
-    "downstream_first", "evaluation_work", "figures", "interleave", "max_pending_of", "method", "shorten",
-    "simulate", "speed", "training_work", "updates_that_load",
+    "evaluation_work", "figures", "interleave", "max_pending_of", "method", "shorten", "simulate", "speed",
+    "training_work", "updates_that_load",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Assembly of a process's worker: agreed cut, stages and connections."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
 from adl_dist.report.progress import TOKENS
 from adl_dist.report.warning import warn
-from adl_dist.schedule import Pipeline, downstream_first
+from adl_dist.schedule import Pipeline
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.calls import Compiler
@@ -62,10 +62,7 @@ def settle_partition(spec: TrainSpec, partitioned: PartitionedModel, startup: St
 
 
 def build_worker(
-    settled: PartitionResult,
-    partitioned: PartitionedModel,
-    startup: Startup,
-    pick_next: Callable[[Sequence[int]], int] = downstream_first,
+    settled: PartitionResult, partitioned: PartitionedModel, startup: Startup
 ) -> tuple[LocalWorker, Settings]:
     """Build the worker of this process after :func:`settle_partition`.
 
@@ -108,7 +105,6 @@ def build_worker(
         contexts,
         *loaders,
         terms,
-        pick_next,
         unit=unit_of(samples, spec.loss_fn, terms),
         saves=startup.folder is not None,
     )

@@ -2,14 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from adl_dist.errors import ConfigError
 from adl_dist.links import LINKS, parse_links, text_of_links
 from adl_dist.report.recorder import check_loggers
-from adl_dist.schedule import downstream_first
 from adl_dist.settings import check_settings, documented, setting
 
 LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
@@ -64,8 +63,7 @@ class ProcessOptions:
     """The processes and devices of the stages.
 
     ``handle_signals``: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one, but for
-    SIGUSR1, end the process. Only in the main thread. ``pick_next``, with all stages in one process, picks the stage
-    that continues; any choice gives the same values.
+    SIGUSR1, end the process. Only in the main thread.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -85,7 +83,6 @@ class ProcessOptions:
         300.0, "longest wait at the start, for an answer, and for a message of NCCL", above=0, most=LONGEST_TIMEOUT
     )
     handle_signals: bool = False
-    pick_next: Callable[[Sequence[int]], int] = downstream_first
 
     def __post_init__(self) -> None:
         name = str(self.device)  # that of a torch.device, too

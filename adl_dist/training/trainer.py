@@ -517,7 +517,7 @@ class Trainer:
         startup = Startup(world, agreement, loaders, plan, None if folder is None else folder.path)
         with self._bound(world):  # with the threads of the first forward, but without the loaders' workers
             settled = build.settle_partition(self._spec, self._partitioned, startup)
-            return plan, *build.build_worker(settled, self._partitioned, startup, self._processes.pick_next)
+            return plan, *build.build_worker(settled, self._partitioned, startup)
 
     def _saving(
         self, folder: RunFolder, config: Mapping[str, Any], resume: str, outputs: Outputs, made: build.Settings

@@ -14,7 +14,7 @@ import adl_dist
 from adl_dist.optimizers import mark_roles
 from tests.adversarial.optimizers import BUILDS, NUM_CLASSES, OPTIMIZERS, REFUSED, net
 from tests.adversarial.oracle import Uncut
-from tests.support.runs import toy_trainer
+from tests.support.runs import pick, toy_trainer
 from tests.support.values import SILENT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it has deprecated
@@ -40,9 +40,10 @@ def slow_start(optimizer):
 
 
 def trained(optimizer, K, build=net, schedule=slow_start):
-    options = {"balance": BALANCE[K], "dtype": torch.float64, "lr_schedule": schedule, "pick_next": min}
+    options = {"balance": BALANCE[K], "dtype": torch.float64, "lr_schedule": schedule}
     trainer = toy_trainer(K, M, model=model_of(build), optimizer=optimizer, loss_fn=LOSS, **options)
-    trainer.fit(data(), epochs=EPOCHS, batch_size=MICRO_BATCH * M, shuffle=False, monitoring=SILENT)
+    with pick(min):
+        trainer.fit(data(), epochs=EPOCHS, batch_size=MICRO_BATCH * M, shuffle=False, monitoring=SILENT)
     return trainer.full_state_dict()
 
 

@@ -1,11 +1,14 @@
 """One way to run the trainer for the equality tests, in one process or as one of K ranks."""
 
 import functools
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import adl_dist
+from adl_dist.control import worker
+from adl_dist.schedule import interleave
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
 
@@ -74,6 +77,11 @@ def toy_trainer(
 
 def trainer_of(model, **options):
     return toy_trainer(M=4, model=model, optimizer=functools.partial(torch.optim.SGD, lr=LR), **options)
+
+
+def pick(pick_next):
+    """Let ``pick_next`` choose the stage that continues, where all are in one process; any choice gives one result."""
+    return patch.object(worker, "interleave", functools.partial(interleave, pick_next=pick_next))
 
 
 # --- Faults for ``plant`` ---------------------------------------------------------------------------------------

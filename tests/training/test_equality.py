@@ -7,7 +7,7 @@ import torch
 
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, differ, plain_loop, run
-from tests.support.runs import nan_inputs, sgd, train
+from tests.support.runs import nan_inputs, pick, sgd, train
 from tests.support.tied import TIED_BALANCE, tied_net
 from tests.support.tiers import slow
 from tests.support.toys import batch_norm_net
@@ -52,4 +52,5 @@ def test_the_order_of_events_does_not_change_a_bit(case, num_orders):
     K, options = ORDERS[case]
     expected, _ = train(K, 2, torch.float32, epochs=1, **options)
     for seed in range(num_orders):
-        assert_same(train(K, 2, torch.float32, epochs=1, **options, pick_next=random.Random(seed).choice)[0], expected)
+        with pick(random.Random(seed).choice):
+            assert_same(train(K, 2, torch.float32, epochs=1, **options)[0], expected)

@@ -12,7 +12,7 @@ from adl_dist.schedule import METHODS, Pipeline, figures, method
 from adl_dist.schedule.interleaving import downstream_first
 from adl_dist.training import build
 from tests.support.kill import records
-from tests.support.runs import BALANCE, toy_trainer, warm_up_schedule
+from tests.support.runs import BALANCE, pick, toy_trainer, warm_up_schedule
 from tests.support.tiers import grid
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -77,8 +77,9 @@ def test_a_run_is_as_stale_and_holds_what_is_predicted(variant, M, tmp_path, mon
         pytest.skip("2bw needs M of at least the delay of stage 0")
     make = build.connect_stages
     monkeypatch.setattr(build, "connect_stages", lambda *a: watching.contexts.update(made := make(*a)) or made)
-    trainer = trainer_of(name, options, M, pick_next=watching)
-    trainer.fit(FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, monitoring=SILENT)
+    trainer = trainer_of(name, options, M)
+    with pick(watching):
+        trainer.fit(FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, monitoring=SILENT)
     pipeline = Pipeline(method(name, accumulation_steps=M, **options), K)
     for k, figure in enumerate(figures(pipeline)):
         groups = [r for r in records_of(tmp_path, "stage/staleness") if r["stage"] == k]

@@ -10,7 +10,7 @@ from torch import nn
 import adl_dist
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close
-from tests.support.runs import sgd, toy_trainer
+from tests.support.runs import pick, sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
@@ -105,16 +105,18 @@ def with_noise(where, method, K, options, **more):
 def test_draws_of_a_backward_and_an_update_know_no_order(where, method, K, options):
     """Whichever stage of one process is first."""
     balance = {} if where == "hooks" else {"balance": "even"}
-    first_stage_first, _ = with_noise(where, method, K, options, pick_next=min, **balance)
+    with pick(min):
+        first_stage_first, _ = with_noise(where, method, K, options, **balance)
     assert_same(first_stage_first, with_noise(where, method, K, options, **balance)[0])
     (moved,) = [t for name, t in first_stage_first.items() if name.endswith("2.bias")]
     assert moved.abs().sum() > 0
 
 
 def test_nor_do_those_of_the_update_of_a_head():
-    orders = ({"pick_next": min}, {})
     cut = {"balance": "even", "granularity": "block"}  # a head takes one tensor
-    assert_same(*(with_noise("optimizer", "dni", 3, {}, **cut, **order)[0] for order in orders))
+    with pick(min):
+        first_stage_first, _ = with_noise("optimizer", "dni", 3, {}, **cut)
+    assert_same(first_stage_first, with_noise("optimizer", "dni", 3, {}, **cut)[0])
 
 
 def test_draws_of_a_hook_are_seeded_with_one_stage_too():

@@ -41,7 +41,7 @@ class Process:
         with ExitStack() as stack:
             for place, name, planted in (
                 (engine, "step", self._stepping(engine.step)),
-                (worker, "interleave", lambda lists, *, pick_next, of=worker.interleave: of(lists, pick_next=turns)),
+                (worker, "interleave", partial(worker.interleave, pick_next=turns)),
                 (edges, "LocalChannel", WatchedChannel),
                 (async_save, "threading", self._background.threading),
                 # Nothing asks this run anything, and its listener takes a twentieth of a second to end.
