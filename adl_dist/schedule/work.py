@@ -59,15 +59,6 @@ def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tu
     return tuple(training_actions(pipeline, stage, group_sizes=group_sizes))
 
 
-def forget_actions() -> None:
-    """Free the lists kept for further epochs.
-
-    They take 0.7 MB for every stage and 1,000 micro-batches.
-    """
-    _actions.cache_clear()
-    _turns.cache_clear()
-
-
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:
     """Return the fewest updates that need ``num_micro_batches``, or all."""
     return sum(end < num_micro_batches for end in accumulate(group_sizes[:-1])) + 1

@@ -47,7 +47,6 @@ from adl_dist.report.page import write_after_run
 from adl_dist.report.totals import Totals
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
-from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.loss import is_of_classes
@@ -572,7 +571,6 @@ class Trainer:
                     outputs.callbacks.on_interrupt = lambda why: running.requests.ask(RequestKind.STOP, why)
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
-            forget_actions()
             self._partitioned.give_state()
             recorder.close()  # writes what is left, which a disk may refuse
 
