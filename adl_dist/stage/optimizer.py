@@ -31,7 +31,7 @@ def stage_optimizer(
 
     Raises:
         ConfigError: If the factory refuses them, or makes something that cannot train this stage by itself. The text
-            begins with ``where``, and names the first parameter that the factory refuses by itself.
+            begins with ``where``.
     """
     if not any(p.requires_grad for p in parameters.values()):
         return None
@@ -41,10 +41,8 @@ def stage_optimizer(
     try:
         made = factory([*parameters.values()])
     except Exception as error:  # the user's own code: say whose it is and what it said
-        refused = [name for name, parameter in parameters.items() if _refuses(factory, parameter)]
-        named = f", parameter {refused[0]}" if 0 < len(refused) < len(parameters) else ""
         said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {in_one_line(error)}"
-        raise ConfigError(f"{where}{named}: {said}") from error
+        raise ConfigError(f"{where}: {said}") from error
     if not isinstance(made, Optimizer):
         raise ConfigError(
             f"{where}: optimizer must return a torch.optim.Optimizer, got {type(made).__name__}; {expected}"
@@ -66,14 +64,6 @@ def stage_optimizer(
         if isinstance(rate := group.get("lr"), Tensor):
             group["lr"] = rate.detach().clone()
     return made
-
-
-def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
-    try:
-        factory([parameter])
-    except Exception:
-        return True
-    return False
 
 
 class Learner:

@@ -214,7 +214,7 @@ def test_what_cannot_be_saved_is_told_after_the_first_update(make, told, tmp_pat
 
 def test_an_optimizer_that_refuses_a_parameter_is_told():
     muon = partial(torch.optim.Muon, lr=0.01)
-    with pytest.raises(ConfigError, match=r"parameter 0.0.weight: the optimizer fails: ValueError: Muon only"):
+    with pytest.raises(ConfigError, match=r"stage 0: the optimizer fails: ValueError: Muon only"):
         Run(muon, 1).fit(None, 1)
 
 
