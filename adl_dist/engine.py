@@ -1,16 +1,15 @@
 """The loop that carries out a schedule, action by action, without policy."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from adl_dist.batch import Batch, Tensors
-from adl_dist.data.stream import Stream
+from adl_dist.batch import Tensors
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import LINKS, RECEIVES, is_of_groups, what_of
 from adl_dist.stage import Stage
@@ -18,39 +17,12 @@ from adl_dist.stage.heads import GradientHead
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.wire import LocalChannel
 
-Batches = Generator[tuple[Batch, Batch], None, None]
 NO_TARGET = (None,)  # where there is no loss
 # The names of messages among the tensors that a stage holds.
 HELD = {
     **{Op.SEND_ACT: "out", Op.SEND_GRAD: "grad", Op.SEND_TARGET: "target", Op.PASS_TARGET: "target"},
     **{Op.RECV_ACT: "act", Op.RECV_GRAD: "grad", Op.RECV_TARGET: "target", Op.TAKE_TARGET: "target"},
 }
-
-
-class BatchSource(Protocol):
-    """The source of stage 0's micro-batches.
-
-    Attributes:
-        stream: the iterable dataset, which keeps its own position, or None for a dataset with indices.
-    """
-
-    stream: Stream | None
-
-    def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
-        """Yield (input, target) of ``sizes`` in the order of ``epoch``."""
-
-    def close(self) -> None:
-        """Release the resources kept between two epochs."""
-
-
-class ActionLog(Protocol):
-    """The record of all actions by stage and time."""
-
-    def begin(self, stage: int, action: Action) -> None:
-        """Note that ``stage`` begins ``action`` now."""
-
-    def end(self) -> None:
-        """Note that the action begun last is done now."""
 
 
 @dataclass
@@ -96,14 +68,14 @@ class StageContext:
 def run(
     order: Iterable[tuple[int, Action]],
     contexts: Mapping[int, StageContext],
-    log: ActionLog | None = None,
+    log: Any = None,
     on_update: Callable[[int, int], None] | None = None,
 ) -> None:
     """Execute the actions of one or several stages in the given order.
 
     If a torch profiler runs when this begins, each action is a range in its timeline, which also shows what a GPU does.
-    ``contexts`` are the stages, opened. ``on_update`` is called with (stage, group) after each update, before the next
-    action.
+    ``contexts`` are the stages, opened. ``log`` is an :class:`adl_dist.monitor.activity.ActivityLog`. ``on_update`` is
+    called with (stage, group) after each update, before the next action.
     """
     begin, end = (log.begin, log.end) if log is not None else (lambda stage, action: None, lambda: None)
     carry_out = _profiled_step if _profiler_enabled() else step

@@ -20,7 +20,7 @@ from typing import Any
 
 from adl_dist import engine
 from adl_dist.control.run_socket import ask_run
-from adl_dist.engine import ActionLog, StageContext
+from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.schedule import Action, Op, Segment
@@ -30,7 +30,7 @@ ASKED_PER_SECOND = 10
 RUN = ("data=synthetic", "model=resnet8", "train.epochs=3", "runtime.tensorboard=false", "data.num_samples=8192")
 
 
-def seconds_of(log: ActionLog | None, contexts: dict[int, StageContext]) -> float:
+def seconds_of(log: ActivityLog | None, contexts: dict[int, StageContext]) -> float:
     """Return the seconds of a core that the engine takes for actions that do nothing."""
     actions = [(0, Action(Op.WEIGHTS, 0))] * NUM_ACTIONS
     start = time.process_time()

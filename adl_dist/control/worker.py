@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from adl_dist.control.messages import (
 from adl_dist.control.stop import EarlyStop
 from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
-from adl_dist.engine import BatchSource, StageContext
+from adl_dist.engine import StageContext
 from adl_dist.monitor.activity import FINISHING, USER_CODE, ActivityLog, Window
 from adl_dist.monitor.memory import MemoryMeter, peak_memory
 from adl_dist.monitor.trace import parts_of
@@ -143,8 +144,8 @@ class LocalWorker:
     pipeline: Pipeline
     dtype: torch.dtype  # of the loss
     contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
-    train_loader: BatchSource | None = None  # on stage 0's process only
-    validation_loader: BatchSource | None = None  # on stage 0's process only
+    train_loader: Any = None  # a DeviceLoader, on stage 0's process only
+    validation_loader: Any = None  # likewise
     terms: LossTerms | None = None  # the terms of the loss's mean, unless that is over samples
     unit: str = "images"  # of samples, or "tokens", if the loss counts many in a sample
     saves: bool = False  # whether there is a run folder
@@ -285,9 +286,7 @@ class LocalWorker:
                 done = update if learner.lr_updates is None else min(update, learner.lr_updates)
                 fast_forward(learner.lr_schedule, done)
 
-    def _batches(
-        self, feed: BatchSource, segment: Segment, *, training: bool
-    ) -> Generator[tuple[Tensor, ...], None, None]:
+    def _batches(self, feed: Any, segment: Segment, *, training: bool) -> Generator[tuple[Tensor, ...], None, None]:
         """Return stage 0's micro-batches, with counts if the loss has terms."""
         batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
         if self.terms is not None:
@@ -299,7 +298,7 @@ class LocalWorker:
         self,
         work: Mapping[int, StageWork],
         segment: Segment,
-        feed: BatchSource | None,
+        feed: Any,
         reports: UpdateReports | None = None,
     ) -> None:
         """Carry out ``work``; without ``reports`` this is evaluation."""

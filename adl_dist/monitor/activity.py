@@ -180,11 +180,11 @@ class ActivityLog:
         self._keeps = bool(self.most_events or self._in_window)
 
     def begin(self, stage: int, action: Action) -> None:
-        """See :class:`adl_dist.engine.ActionLog`."""
+        """Note that ``stage`` begins ``action`` now."""
         self.doing = (stage, action, time.perf_counter())
 
     def end(self) -> None:
-        """See :class:`adl_dist.engine.ActionLog`."""
+        """Note that the action begun last is done now."""
         ended = time.perf_counter()
         assert self.doing is not None, "begin comes before"
         k, action, began = self.doing

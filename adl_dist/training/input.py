@@ -4,7 +4,7 @@ They have the run's dtype and memory format.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 from adl_dist.batch import Batch, as_classes, is_class_target, map_batch
 from adl_dist.data import Loader, Loading, check_dataset
 from adl_dist.data.loading import PLAIN
-from adl_dist.engine import Batches
 from adl_dist.errors import DataError
 from adl_dist.stage import Precision, TrainSpec
 from adl_dist.stage.loss import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
 
+Batches = Generator[tuple[Batch, Batch], None, None]
 PREFETCHED = 2  # micro-batches for each process that loads: torch's default
 UNDER_WAY = 4  # from pinned memory to a device
 
