@@ -4,11 +4,9 @@ from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Machine, UnitCost
 from adl_dist.partition.cut import checked_sizes, even_sizes, flops_sizes
 from adl_dist.partition.stage_module import StageModule
-from adl_dist.partition.stage_plan import CutImpossibleError
 
 __all__ = [
     "Chain",
-    "CutImpossibleError",
     "Machine",
     "StageModule",
     "UnitCost",

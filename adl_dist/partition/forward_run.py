@@ -564,7 +564,7 @@ class ForwardRun:
                 rest = map_tensors(self._stub, (args[1:], kwargs))
                 return func(args[0], *rest[0], **rest[1])
             if not any(map(_is_batch, leaves)):
-                return self._foreign(func, name, kind, args, kwargs, leaves)
+                return self._foreign(func, name, kind, args, kwargs)
             return self._function(func, name, kind, args, kwargs, leaves)
 
     def _function(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
@@ -649,7 +649,7 @@ class ForwardRun:
         except Exception as error:  # as signature and infer raise for unusual arguments
             self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
 
-    def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
+    def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Run a function of parameters or inputs that this stage does not hold."""
         if kind is Kind.ELEMENTS:
             self.fail("asks for elements of a parameter or input that this stage does not hold")

@@ -373,7 +373,7 @@ class Recorder(TorchFunctionMode):
         call.varies |= self._states.get(call.key, before) != before
         if self.is_followed[name]:
             num_rules = self._num_rules
-            out = self._follow(call, module, native_call, args, kwargs)
+            out = self._follow(call, native_call, args, kwargs)
             if self._num_rules > num_rules:  # tensors on meta do not tell the shapes inside
                 call.recorded.by_rule = True
         else:
@@ -399,7 +399,7 @@ class Recorder(TorchFunctionMode):
         call.results = [label for label in labels if label is not None]
         return out
 
-    def _follow(self, call: Call, module: nn.Module, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _follow(self, call: Call, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call.is_open, call.is_block = True, self.is_block[call.name]
         call.is_tainted = True
         given = {self._fact(leaf).label for leaf in tensors_in((args, kwargs))}
@@ -554,7 +554,7 @@ class Recorder(TorchFunctionMode):
             call.answers.append(out if isinstance(out, bool | int) else object())
             self._num_rules += 1  # tensors on meta have no elements
             if call.answer is None:
-                self._keep_whole(call, f"{call.where} asks for elements of a value of the batch")
+                self._keep_whole(f"{call.where} asks for elements of a value of the batch")
             return out
         if kind is Kind.HOOK:
             self._note_reads(call, facts[:1])
@@ -648,7 +648,7 @@ class Recorder(TorchFunctionMode):
                 "cannot be followed, like a scripted function, torch.vmap, or a C++ extension; make the tensor in each "
                 "forward, and that call in a module of its own"
             )
-            self._keep_whole(None, why)
+            self._keep_whole(why)
         return NOTHING
 
     def _note_reads(self, call: Call, facts: Sequence[_Fact]) -> None:
@@ -715,7 +715,7 @@ class Recorder(TorchFunctionMode):
             self.mode.decides = True
             self._note_effects(-1)
 
-    def _keep_whole(self, call: Call | None, why: str) -> None:
+    def _keep_whole(self, why: str) -> None:
         """Keep the module of the running forward whole from now on."""
         module = self.frames[-1].call
         if module is None:
