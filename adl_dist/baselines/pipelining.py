@@ -6,14 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 
 from adl_dist.baselines.loop import Batches, Training
 
@@ -23,17 +16,7 @@ def _zero_bubble(stage: PipelineStage, **options: Any) -> ScheduleInterleavedZer
     return ScheduleInterleavedZeroBubble([stage], **options)
 
 
-ONE_STAGE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zb": _zero_bubble}  # in each process
-SEVERAL_STAGES: Mapping[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "interleaved-zb": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,  # always two
-}
-
-
-def stages_of(schedule: str, rank: int, num_ranks: int, num_stages: int) -> list[int]:
-    """Return the stages of ``rank``: every ``num_ranks``-th, or ``zbv``'s V."""
-    return [rank, num_stages - 1 - rank] if schedule == "zbv" else list(range(rank, num_stages, num_ranks))
+SCHEDULES: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "zb": _zero_bubble}
 
 
 class _Convert(torch.autograd.Function):
@@ -75,47 +58,42 @@ class Bordered(nn.Module):
         return torch.channels_last if self._channels_last and tensor.ndim == 4 else torch.contiguous_format
 
 
-def train_stages(
-    modules: Mapping[int, nn.Module],
+def train_stage(
+    module: nn.Module,
     batches: Batches | None,
     training: Training,
     *,
     schedule: str,
     channels_last: bool,
-    num_stages: int,
     target: Tensor,
 ) -> None:
-    """Train the stages of this rank, which has joined the others.
+    """Train the stage of this rank, which has joined the others.
 
     Args:
-        modules: the stages of :func:`stages_of`, by number.
+        module: the stage.
         batches: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
         training: the length of the training and the optimizer.
-        schedule: a key of ONE_STAGE or SEVERAL_STAGES; ``1f1b`` and ``zb`` need a micro-batch per rank or more.
+        schedule: a key of SCHEDULES; ``1f1b`` and ``zb`` need a micro-batch per rank or more.
         channels_last: whether stages compute images in channels_last.
-        num_stages: the number of stages of all ranks.
-        target: a target of a whole batch, any values; rank 0 sends each batch's to the rank of the last stage.
+        target: a target of a whole batch, any values; rank 0 sends each batch's to the last rank.
     """
-    rank, num_ranks, last = dist.get_rank(), dist.get_world_size(), num_stages - 1
-    with_loss = next(r for r in range(num_ranks) if last in stages_of(schedule, r, num_ranks, num_stages))
+    rank, num_stages = dist.get_rank(), dist.get_world_size()
+    last = num_stages - 1
     # Targets stay on the CPU. A group of all ranks, of which two use it: next to NCCL those that are no members of a
     # smaller one would split the default group, and wait for the members for ever (older torch).
-    targets: Any = dist.new_group(backend="gloo") if with_loss != 0 else None
-    bordered = {k: Bordered(m, channels_last=channels_last) for k, m in modules.items()}
-    stages = [PipelineStage(module, k, num_stages, training.device) for k, module in bordered.items()]
-    make, own = (ONE_STAGE[schedule], stages[0]) if schedule in ONE_STAGE else (SEVERAL_STAGES[schedule], stages)
-    pipeline = make(own, n_microbatches=training.micro_batches, loss_fn=training.loss_fn)
-    for module in modules.values():
-        module.train()
+    targets: Any = dist.new_group(backend="gloo")
+    stage = PipelineStage(Bordered(module, channels_last=channels_last), rank, num_stages, training.device)
+    pipeline = SCHEDULES[schedule](stage, n_microbatches=training.micro_batches, loss_fn=training.loss_fn)
+    module.train()
     for _ in range(training.num_updates):
         inputs: list[Tensor] = []
         if batches is not None:
             input_, target = next(batches)
             inputs = [input_]
-        if targets is not None and rank == 0:
-            dist.send(target, with_loss, group=targets)
-        elif targets is not None and rank == with_loss:
+        if rank == 0:
+            dist.send(target, last, group=targets)
+        elif rank == last:
             dist.recv(target, 0, group=targets)
-        wanted = target.to(training.device, non_blocking=True) if rank == with_loss else None
+        wanted = target.to(training.device, non_blocking=True) if rank == last else None
         pipeline.step(*inputs, target=wanted, return_outputs=False)
         training.update()

@@ -17,7 +17,7 @@ from torch.utils.data import Subset
 
 from adl_dist.baselines.diloco import OuterStep
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
-from adl_dist.baselines.pipelining import ONE_STAGE, SEVERAL_STAGES, stages_of, train_stages
+from adl_dist.baselines.pipelining import SCHEDULES, train_stage
 from adl_dist.cli.bench.entries import COMPRESSIONS, REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
@@ -31,8 +31,6 @@ from adl_dist.monitor.memory import peak_memory
 from adl_dist.optim import build_lr_schedule
 from adl_dist.stage import in_dtype, in_memory_format
 from adl_dist.transport.spec import TensorSpec
-
-PIPELINES = (*ONE_STAGE, *SEVERAL_STAGES)
 
 
 def run(
@@ -53,19 +51,18 @@ def run(
         ``ends``: when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
     """
     config, _ = compose_run(argv)
-    num_stages, M = config.partition.num_stages, config.pipeline.micro_batches_per_update
-    size, own = 1 if kind == "loop" else config.pipeline.num_processes, [0]
+    K, M = config.partition.num_stages, config.pipeline.micro_batches_per_update
+    size = 1 if kind == "loop" else config.pipeline.num_processes
     device, dtype = choose_device(config.runtime.device), getattr(torch, config.dtype)
     channels_last, num_updates = config.runtime.channels_last, config.train.max_updates
     assert num_updates is not None
     tune_malloc()
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
         model = in_dtype(instantiate.build_model(config), dtype)
-        if kind in PIPELINES:
+        if kind in SCHEDULES:
             chain = instantiate.read_units(config, model, keeps="as torch's pipelines do not sum gradients over stages")
-            sizes = instantiate.chosen_sizes(chain, num_stages, config.partition.balance)
-            own = stages_of(kind, rank, size, num_stages)
-            model = nn.ModuleList(chain.stages(model, chain.plan(sizes), sizes, own))
+            sizes = instantiate.chosen_sizes(chain, K, config.partition.balance)
+            (model,) = chain.stages(model, chain.plan(sizes), sizes, [rank])
         model = model.to(device)
         if channels_last:
             in_memory_format(model, channels_last=True)
@@ -82,11 +79,10 @@ def run(
             # Pin after gloo and loader threads exist, as our own ranks do, so that both pin the same threads.
             is_pinned = config.runtime.bind_cores and size > 1 and device.type == "cpu"
             with bound_to(own_cores([cores_here()] * size, rank) if is_pinned else None):
-                if kind in PIPELINES:
-                    borders: dict[str, Any] = {"channels_last": channels_last, "num_stages": num_stages}
+                if kind in SCHEDULES:
                     targets = TensorSpec(**target).empty(config.train.batch_size, torch.device("cpu"))
-                    modules = dict(zip(own, model.children(), strict=True))
-                    train_stages(modules, batches, training, schedule=kind, target=targets, **borders)
+                    borders: dict[str, Any] = {"channels_last": channels_last, "target": targets}
+                    train_stage(model, batches, training, schedule=kind, **borders)
                 else:
                     assert batches is not None
                     train_alone(replica_of(kind, model, training, inner_updates), batches, training)
@@ -124,7 +120,7 @@ def rank_batches(
 
     Each is (input on ``device``, target): a micro-batch of a loop, a replica's share, or a whole batch of rank 0.
     """
-    if kind in PIPELINES and rank > 0:
+    if kind in SCHEDULES and rank > 0:
         return None
     samples, shuffle = config.train.batch_size, config.data.get("shuffle", True)
     train: Any = instantiate.build_data(config.data)[0]

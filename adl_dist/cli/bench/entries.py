@@ -33,7 +33,6 @@ from adl_dist.transport.spec import TensorSpec
 Kind: TypeAlias = str
 COMPRESSIONS: Mapping[Kind, Compression] = {"ddp": "none", "ddp-bf16": "bf16", "ddp-powersgd": "powersgd"}
 REPLICAS: Sequence[Kind] = (*COMPRESSIONS, "diloco")  # each process has the whole model, and 1/K of each batch
-SHARED_KINDS: Sequence[Kind] = ("interleaved", "interleaved-zb", "zbv")  # several stages in each process
 BASELINE = ("torch-bp", "torch-bp-whole")  # every ratio is to the faster of the two
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
 PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
@@ -44,7 +43,7 @@ BY_DEFAULT: Mapping[str, Kind] = {
 OF_TORCH: Mapping[str, Kind] = {
     **BY_DEFAULT,
     **{f"torch-gpipe{PLAIN}": "gpipe", f"torch-1f1b{PLAIN}": "1f1b", "torch-zb": "zb"},
-    **{f"torch-{kind}": kind for kind in (*SHARED_KINDS, *COMPRESSIONS)},
+    **{f"torch-{kind}": kind for kind in COMPRESSIONS},
     **dict.fromkeys(("torch-diloco-50", "torch-diloco-500"), "diloco"),  # updates between two exchanges
 }
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
@@ -108,7 +107,6 @@ def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[li
 def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     K, M = config.partition.num_stages, config.method.micro_batches_per_update
     kind = OF_TORCH[name]
-    v = 1 if kind not in SHARED_KINDS else 2 if kind == "zbv" else config.method.stages_per_process
     samples = config.train.batch_size // M * M
     uneven = f"the {samples} samples of an update cannot be shared evenly by {K} replicas"
     too_few = f"torch's schedule needs at least as many micro-batches (M = {M}) as stages (K = {K})"
@@ -121,24 +119,19 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
         (kind in REPLICAS and samples % K, uneven),
         (kind in ("1f1b", "zb") and M < K, too_few),
-        (kind in SHARED_KINDS and v == 1, "needs method.stages_per_process of at least 2, or it would be torch-1f1b"),
     ):
         if is_wrong:
             raise ConfigError(why)
     M = 1 if kind in REPLICAS or name.endswith("-whole") else M
     inner = int(name.rpartition("-")[2]) if kind == "diloco" else None
     begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else 0  # until it compresses
-    if kind in SHARED_KINDS:
-        method = Method(name="interleaved", accumulation_steps=M, stages_per_process=v)
-    else:
-        method = Method(name=kind if kind in METHODS else "bp", accumulation_steps=M)
     return Entry(
         name=name,
         kind=kind,
         num_processes=1 if kind == "loop" else K,
-        num_stages=1 if kind in ("loop", *REPLICAS) else K * v,
+        num_stages=1 if kind in ("loop", *REPLICAS) else K,
         threads=num_cores() if name in ON_ALL_CORES else config.threads,
-        method=method,
+        method=Method(name=kind if kind in METHODS else "bp", accumulation_steps=M),
         samples=samples,
         warmup=max(warmup, begin) if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
         settings=("runtime.channels_last=false",) if name.endswith(PLAIN) else (),
@@ -219,8 +212,6 @@ class ModelSurvey:
             exchanged = self.exchanged_bytes[COMPRESSIONS.get(entry.kind, "none")] / (entry.inner_updates or 1)
             return 2 * (K - 1) * exchanged / entry.samples
         cut = self.cuts[entry.num_stages]
-        if entry.kind == "zbv":  # the two stages of the last process are neighbours, and the loss is with the data
-            return float(sum(cut.act_bytes) + sum(cut.grad_bytes) - cut.act_bytes[K - 1] - cut.grad_bytes[K - 1])
         if spec.local_losses:  # no gradient comes back, and labels go along from stage to stage
             return float(sum(cut.act_bytes) + (K - 1) * target_bytes)
         lock_bytes = (K - 1) * spec.forward_lock  # a byte per sample says that a micro-batch has passed
