@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,12 +19,6 @@ from adl_dist.distributed.device import message_backend
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 LossFn = Callable[[Any, Tensor], Tensor]
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]  # of DDP, for a bucket of gradients
-Compression = Literal["none", "bf16", "powersgd"]  # of DDP's messages
-
-# PowerSGD's rank, as its authors chose it for ResNet and CIFAR-10, and the updates before it begins, which send plain
-# gradients: torch's default of 1000 is as long as a whole race.
-POWERSGD_RANK, POWERSGD_BEGIN = 4, 10
 
 # Renamed in torch 2.15, which warns of the old name.
 _SYNC = "forward_sync_buffers"
@@ -82,56 +74,14 @@ def train_alone(model: nn.Module, batches: Batches, training: Training) -> None:
         training.update()
 
 
-def replicated(model: nn.Module, device: torch.device, *, compression: Compression = "none") -> nn.Module:
+def replicated(model: nn.Module, device: torch.device) -> nn.Module:
     """Wrap one of K replicas in DDP, which averages gradients in the backward.
 
     Whatever equal weights do not need is omitted, so that DDP is as fast as it can be: running statistics of BatchNorm
-    are not broadcast, and gradients lie in the buckets that are sent. ``compression`` is one of torch's own hooks; over
-    gloo PowerSGD's handles one bucket after another.
+    are not broadcast, and gradients lie in the buckets that are sent.
     """
     options: dict[str, Any] = {"device_ids": [device] if device.type == "cuda" else None, _SYNC: False}
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
-    if compression == "bf16":
-        replica.register_comm_hook(None, bf16_compress_hook)
-    elif compression == "powersgd":
-        state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_BEGIN)
-        replica.register_comm_hook(state, one_by_one(powerSGD_hook) if dist.get_backend() == "gloo" else powerSGD_hook)
-    return replica
-
-
-def one_by_one(hook: Hook) -> Hook:
-    """Wrap ``hook`` so that each bucket begins after the previous one is done.
-
-    It is for a backend that pairs collectives by their order. PowerSGD's hook begins a second and a third all-reduce
-    when the previous one is done. With several buckets their order differs between ranks, and gloo sums tensors that do
-    not belong together, or aborts if the sizes differ.
-    """
-    last: torch.futures.Future[Tensor] | None = None
-
-    def after_the_last(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        nonlocal last
-        if last is not None:
-            last.wait()
-        last = hook(state, bucket)
-        return last
-
-    return after_the_last
-
-
-def exchanged_bytes(model: nn.Module, compression: Compression) -> int:
-    """Return the bytes that the replicas of ``model`` average in an update."""
-    if compression == "powersgd":
-        least = 2  # times fewer elements, or the hook sends the gradient as it is
-        total = 0
-        for parameter in model.parameters():
-            rows = len(parameter) if parameter.ndim > 1 else 0
-            columns = parameter.numel() // max(rows, 1)
-            in_two = (rows + columns) * POWERSGD_RANK
-            elements = in_two if rows and in_two * least < parameter.numel() else parameter.numel()
-            total += elements * parameter.element_size()
-        return total
-    width = 2 if compression == "bf16" else None
-    return sum(p.numel() * (width or p.element_size()) for p in model.parameters())
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
 
 
 def broadcast_number(value: float, device: torch.device) -> float:

@@ -14,10 +14,7 @@ from adl_dist.schedule import Method
 TRAIN, REPLICAS = ("adl_dist", "train"), "benchmarks.race.replicas"
 EVERYTHING = {"name": "adl", "split_backward": True, "delay": "auto", "mitigation": ("predict",)}
 # Besides the user's own settings: of torch's the entry of a bench, of ours a method and other settings.
-REPLICATED = {
-    **{"ddp": "torch-ddp", "ddp-bf16": "torch-ddp-bf16", "ddp-powersgd": "torch-ddp-powersgd"},
-    **{"diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"},
-}
+REPLICATED = {"ddp": "torch-ddp", "diloco-50": "torch-diloco-50", "diloco-500": "torch-diloco-500"}
 TORCHS_PIPELINES = {"torch-1f1b": "torch-1f1b", "torch-zb": "torch-zb"}
 ONE_DEVICE = "one-device"
 OURS: Mapping[str, Mapping[str, Any]] = {

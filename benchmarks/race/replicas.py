@@ -1,6 +1,6 @@
 """K replicas train until the last epoch: ``python -m benchmarks.race.replicas KIND [H] KEY=VALUE ...``.
 
-KIND is one of a bench's: ddp, ddp-bf16, ddp-powersgd, diloco, the last one with H, the updates between two exchanges.
+KIND is one of a bench's: ddp, or diloco with H, the updates between two exchanges.
 K is ``partition.num_stages``. The first process starts the replicas; the run folder gets what the comparisons of runs
 read: config.yaml, metrics.jsonl with the validation after each epoch, summary.json at the end or diverged.json.
 """

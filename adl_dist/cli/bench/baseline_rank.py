@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 from adl_dist.baselines.diloco import OuterStep
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import SCHEDULES, train_stage
-from adl_dist.cli.bench.entries import COMPRESSIONS, REPLICAS, Kind
+from adl_dist.cli.bench.entries import REPLICAS, Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
@@ -93,9 +93,7 @@ def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: 
     """Return ``model`` as ``kind`` trains it, and add DiLoCo's outer step."""
     if inner_updates is not None:
         training.after_step = OuterStep(model, inner_updates=inner_updates)
-    if kind in COMPRESSIONS:
-        return replicated(model, training.device, compression=COMPRESSIONS[kind])
-    return model
+    return replicated(model, training.device) if kind == "ddp" else model
 
 
 def share_of_epoch(

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from adl_dist.baselines.loop import POWERSGD_BEGIN, Compression, exchanged_bytes
 from adl_dist.batch import tensors_of
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import method_named
@@ -29,10 +28,9 @@ from adl_dist.stage.loss import SumCountLoss
 from adl_dist.training.trial.stage_run import recorded_crossings
 from adl_dist.transport.spec import TensorSpec
 
-# The program that runs it: "loop", "ours", one of COMPRESSIONS, "diloco", or one of torch's pipelines.
+# The program that runs it: "loop", "ours", one of REPLICAS, or one of torch's pipelines.
 Kind: TypeAlias = str
-COMPRESSIONS: Mapping[Kind, Compression] = {"ddp": "none", "ddp-bf16": "bf16", "ddp-powersgd": "powersgd"}
-REPLICAS: Sequence[Kind] = (*COMPRESSIONS, "diloco")  # each process has the whole model, and 1/K of each batch
+REPLICAS: Sequence[Kind] = ("ddp", "diloco")  # each process has the whole model, and 1/K of each batch
 BASELINE = ("torch-bp", "torch-bp-whole")  # every ratio is to the faster of the two
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
 PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
@@ -43,7 +41,6 @@ BY_DEFAULT: Mapping[str, Kind] = {
 OF_TORCH: Mapping[str, Kind] = {
     **BY_DEFAULT,
     **{f"torch-gpipe{PLAIN}": "gpipe", f"torch-1f1b{PLAIN}": "1f1b", "torch-zb": "zb"},
-    **{f"torch-{kind}": kind for kind in COMPRESSIONS},
     **dict.fromkeys(("torch-diloco-50", "torch-diloco-500"), "diloco"),  # updates between two exchanges
 }
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
@@ -124,7 +121,6 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
             raise ConfigError(why)
     M = 1 if kind in REPLICAS or name.endswith("-whole") else M
     inner = int(name.rpartition("-")[2]) if kind == "diloco" else None
-    begin = POWERSGD_BEGIN + 2 if kind == "ddp-powersgd" else 0  # until it compresses
     return Entry(
         name=name,
         kind=kind,
@@ -133,7 +129,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         threads=num_cores() if name in ON_ALL_CORES else config.threads,
         method=Method(name=kind if kind in METHODS else "bp", accumulation_steps=M),
         samples=samples,
-        warmup=max(warmup, begin) if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
+        warmup=warmup if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
         settings=("runtime.channels_last=false",) if name.endswith(PLAIN) else (),
         inner_updates=inner,
     )
@@ -197,7 +193,7 @@ class ModelSurvey:
     granularity: str
     channels_last: bool  # whether images are computed in that memory format
     target: TensorSpec
-    exchanged_bytes: Mapping[Compression, int]  # of one average over replicas of the model
+    exchanged_bytes: int  # of one average over replicas of the model
     predicted: dict[str, float]  # images per second by the name of an entry, where it can be predicted
 
     def bytes_per_image(self, entry: Entry) -> float:
@@ -209,7 +205,7 @@ class ModelSurvey:
         if K == 1:
             return 0.0
         if entry.kind in REPLICAS:
-            exchanged = self.exchanged_bytes[COMPRESSIONS.get(entry.kind, "none")] / (entry.inner_updates or 1)
+            exchanged = self.exchanged_bytes / (entry.inner_updates or 1)
             return 2 * (K - 1) * exchanged / entry.samples
         cut = self.cuts[entry.num_stages]
         if spec.local_losses:  # no gradient comes back, and labels go along from stage to stage
@@ -253,7 +249,7 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
         granularity=profiler.granularity,
         channels_last=bool(profiler.spec.precision.channels_last),
         target=TensorSpec.of(tensors_of(one[1])[0]),
-        exchanged_bytes={each: exchanged_bytes(profiler.model, each) for each in COMPRESSIONS.values()},
+        exchanged_bytes=sum(parameter.nbytes for parameter in profiler.model.parameters()),
         predicted=predicted,
     )
 
