@@ -33,14 +33,13 @@ Kind: TypeAlias = str
 REPLICAS: Sequence[Kind] = ("ddp", "diloco")  # each process has the whole model, and 1/K of each batch
 BASELINE = ("torch-bp", "torch-bp-whole")  # every ratio is to the faster of the two
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
-PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
 BY_DEFAULT: Mapping[str, Kind] = {
     **dict.fromkeys((*BASELINE, *ON_ALL_CORES), "loop"),
     **{"torch-ddp": "ddp", "torch-gpipe": "gpipe", "torch-1f1b": "1f1b"},
 }
 OF_TORCH: Mapping[str, Kind] = {
     **BY_DEFAULT,
-    **{f"torch-gpipe{PLAIN}": "gpipe", f"torch-1f1b{PLAIN}": "1f1b", "torch-zb": "zb"},
+    "torch-zb": "zb",
     **dict.fromkeys(("torch-diloco-50", "torch-diloco-500"), "diloco"),  # updates between two exchanges
 }
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
@@ -107,12 +106,11 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     samples = config.train.batch_size // M * M
     uneven = f"the {samples} samples of an update cannot be shared evenly by {K} replicas"
     too_few = f"torch's schedule needs at least as many micro-batches (M = {M}) as stages (K = {K})"
-    is_gpu, is_plain = config.runtime.device == "cuda", name.endswith(PLAIN)
-    needs_gpus, num_gpus = is_gpu and kind not in ("loop", *REPLICAS), torch.cuda.device_count()
+    is_gpu, num_gpus = config.runtime.device == "cuda", torch.cuda.device_count()
+    needs_gpus = is_gpu and kind not in ("loop", *REPLICAS)
     for is_wrong, why in (
         (is_gpu and name in ON_ALL_CORES, "the cores of the host do not make a GPU faster"),
         (needs_gpus and num_gpus < K, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
-        (is_plain and config.runtime.channels_last is False, f"it would be {name.removesuffix(PLAIN)} again"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
         (kind in REPLICAS and samples % K, uneven),
         (kind in ("1f1b", "zb") and M < K, too_few),
@@ -130,7 +128,6 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         method=Method(name=kind if kind in METHODS else "bp", accumulation_steps=M),
         samples=samples,
         warmup=warmup if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
-        settings=("runtime.channels_last=false",) if name.endswith(PLAIN) else (),
         inner_updates=inner,
     )
 
