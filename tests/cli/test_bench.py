@@ -15,7 +15,7 @@ import torch
 
 from adl_dist.cli.bench import command
 from adl_dist.cli.bench.baseline_rank import rank_batches
-from adl_dist.cli.bench.command import baseline, draw, report, rows
+from adl_dist.cli.bench.command import baseline, report, rows
 from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, survey
 from adl_dist.cli.bench.runner import (
     BenchConfig,
@@ -93,7 +93,7 @@ def test_bytes_are_counted_as_each_way_to_train_sends_them():
     }
 
 
-def test_the_table_shows_speeds_memory_busy_share_and_failures(tmp_path):
+def test_the_table_shows_speeds_memory_busy_share_and_failures():
     """Ratios are to the faster form of plain backpropagation; the prediction stands next to the measurement."""
     able, _ = fit("torch-bp,torch-bp-whole,torch-bp-cores,adl,fdg")
     runs = [
@@ -117,8 +117,6 @@ def test_the_table_shows_speeds_memory_busy_share_and_failures(tmp_path):
     shows(lines[5], ["fdg", "failed"])
     shows(told, ["to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
     shows(told, ["left out: torch-ddp: no", "failed: fdg: the loss is nan"])
-    draw(tmp_path / "bench.svg", table, title="")
-    assert (tmp_path / "bench.svg").stat().st_size > 1000
 
 
 def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
@@ -221,5 +219,4 @@ def test_a_bench_has_a_row_per_contender_and_keeps_every_run(tmp_path):
     assert [len(run["peak_memory_bytes"]) for run in facts["runs"]] == [1, 2, 2]
     assert [row.get("predicted_images_per_second", 0) > 0 for row in facts["table"]] == [False, True, True]
     shows(done.out, [*names, "ratio: of medians, to torch-bp", "units per stage 8 7", "left out: torch-ddp: the 15"])
-    assert (out / "bench.svg").stat().st_size > 1000
     assert left_behind(tmp_path) == []

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy
 import torch
-from matplotlib.figure import Figure
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
@@ -25,7 +23,6 @@ from adl_dist.cli.bench.entries import (
     BASELINE,
     DEFAULT,
     NAMES,
-    OF_TORCH,
     Entry,
     ModelSurvey,
     check_fair,
@@ -40,11 +37,10 @@ from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import ConfigError, Exit
-from adl_dist.report.curves import COLOURS, STYLE, save_figure
 from adl_dist.report.files import write_atomically
 from adl_dist.report.tables import counted, text_table
 
-FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
+FACTS, LOGS = "bench.json", "logs"
 FEWEST = 5  # measured updates of a run
 SECONDS_TO_START = 300.0  # the longest that a run may take to start
 DAY = 86400.0
@@ -61,7 +57,6 @@ CELLS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "busy": ("busy_share", lambda shares: " ".join(f"{share:.0%}" for share in shares)),
     "kB/image": ("bytes_per_image_computed", lambda num: f"{num / 1e3:,.1f}"),
 }
-BAR_INCHES, WIDTH_INCHES = 0.27, 6.5
 
 Row = dict[str, Any]  # plain values, as bench.json has them; what is unknown is missing
 
@@ -116,10 +111,9 @@ def bench(argv: list[str]) -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the table shows what was measured until then\n")
         code = 130
-    draw(out / FIGURE, table, title=f"{config.model['_target_'].rpartition('.')[2]}, K = {config.partition.num_stages}")
-    written = ", ".join(str(path) for path in (out / FACTS, out / FIGURE) if path.is_file())
+    written = f"written: {out / FACTS}; " if runs else ""
     sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out)}\n\n")
-    sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
+    sys.stdout.write(f"{written}output of each run: {out / LOGS}\n")
     raise Exit(code or (1 if all("error" in row for row in table) else 0))
 
 
@@ -159,7 +153,7 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     add("--warmup", type=whole, default=3, metavar="N", help="updates that do not count, at least; default: 3")
     wait = "a run that takes longer is ended and has failed; default: far more than --seconds, with --updates a day"
     add("--timeout", type=seconds, metavar="S", help=wait)
-    out = "for bench.json, bench.svg, logs/; default: run_dir=, else runs/bench-..."
+    out = "for bench.json and logs/; default: run_dir=, else runs/bench-..."
     add("--out", type=Path, metavar="FOLDER", help=out)
     add("--no-pinning", action="store_true", help="do not bind processes to cores")
     return parser.parse_intermixed_args(argv)
@@ -257,28 +251,3 @@ def report(table: Sequence[Row], left_out: Mapping[str, str]) -> str:
     lines += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
     lines += [f"failed: {row['contender']}: {row['error']}" for row in table if "error" in row]
     return "\n".join(lines)
-
-
-def draw(path: Path, table: Sequence[Row], *, title: str) -> None:
-    """Draw the median of each measured row, with the range as a whisker."""
-    measured = [row for row in table if "median" in row]
-    if not measured:
-        return
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_INCHES, BAR_INCHES * len(measured) + 1.2), layout="constrained")
-        axes = figure.subplots()
-        look: Any = {"height": 0.7, "error_kw": {"ecolor": "#333333", "elinewidth": 1.0, "capsize": 2.0}}
-        for is_torch, label in ((True, "torch"), (False, "adl_dist")):
-            bars = [(n, row) for n, row in enumerate(measured) if (row["contender"] in OF_TORCH) is is_torch]
-            medians = [row["median"] for _, row in bars]
-            ends = [[row["median"] - row["least"] for _, row in bars], [row["most"] - row["median"] for _, row in bars]]
-            axes.barh([n for n, _ in bars], medians, xerr=ends, color=COLOURS[not is_torch], label=label, **look)
-        if (reference := baseline(table)) is not None:
-            axes.axvline(reference["median"], color="#333333", linestyle="--", linewidth=1.0, label="reference")
-        axes.set_yticks(range(len(measured)), [row["contender"] for row in measured])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel("images/s, median (least to most)")
-        axes.set_title(title, loc="left", fontsize="medium")
-        axes.legend(frameon=False, fontsize="small")
-    save_figure(figure, path)
