@@ -46,7 +46,7 @@ def fit(names, *words):
 
 
 def bench_config(words, found):
-    where = {"log_folder": Path(), "timeout_seconds": 1.0, "pinned": False}
+    where = {"log_folder": Path(), "timeout_seconds": 1.0}
     return BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **where)
 
 

@@ -84,8 +84,7 @@ def bench(argv: list[str]) -> None:
         overrides=flags.overrides,
         survey=apart(survey, [(config, able)])[0],
         log_folder=out / LOGS,
-        timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
-        pinned=not flags.no_pinning,
+        timeout_seconds=DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds,
     )
     make_folder(out)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
@@ -95,7 +94,6 @@ def bench(argv: list[str]) -> None:
         "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
         "granularity": setting.survey.granularity,
         "threads": config.threads,
-        "pinned": setting.pinned,
         **circumstances(has_gpus=config.runtime.device == "cuda"),
         "order": [entry.name for entry in able],
         "left_out": left_out,
@@ -151,11 +149,8 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     add("--seconds", type=seconds, default=20.0, metavar="S", help="training time of a run, about; default: 20")
     add("--updates", type=whole, metavar="N", help="measured updates of a run, instead of --seconds")
     add("--warmup", type=whole, default=3, metavar="N", help="updates that do not count, at least; default: 3")
-    wait = "a run that takes longer is ended and has failed; default: far more than --seconds, with --updates a day"
-    add("--timeout", type=seconds, metavar="S", help=wait)
     out = "for bench.json and logs/; default: run_dir=, else runs/bench-..."
     add("--out", type=Path, metavar="FOLDER", help=out)
-    add("--no-pinning", action="store_true", help="do not bind processes to cores")
     return parser.parse_intermixed_args(argv)
 
 

@@ -43,7 +43,7 @@ class BenchConfig:
     survey: ModelSurvey
     log_folder: Path  # gets the output of each process
     timeout_seconds: float  # of one run
-    pinned: bool  # whether each of several processes keeps to its share of the cores
+    pinned: bool = True  # whether each of several processes keeps to its share of the cores
     prefix: Sequence[str] = ()  # words before the command of each rank, {rank} in them is its number; none: all local
     master_addr: str = "127.0.0.1"  # where rank 0 is
     interface: str | None = None  # for gloo; if None, the ranks find one
