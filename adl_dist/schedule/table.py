@@ -30,30 +30,6 @@ class StageFigures:
         return (self.weight_copies > 0) + (self.history_copies > 0)
 
 
-@dataclass(frozen=True)
-class TiedFigures:
-    """The figures of one copy of tied weights, in updates of these."""
-
-    stages: tuple[int, ...]  # that hold a copy
-    stage: int  # this one
-    late: int  # updates of the stage between its own with a group and the tied one with that group's sum
-    staleness_by_offset: list[int]  # of the stage's part of the sum, for each place in a full group, steady state
-    staleness_mean: float
-    staleness_max: int
-
-
-def tied_figures(pipeline: Pipeline) -> list[TiedFigures]:
-    """Return delay and staleness for each copy of each tie."""
-    rows = []
-    for stages in pipeline.tied:
-        for stage in stages:
-            tie = next(tie for tie in pipeline.ties_of(stage) if tie.stages == stages)
-            stale = pipeline.tied_staleness(tie, stage)
-            mean = sum(stale) / len(stale)
-            rows.append(TiedFigures(stages, stage, pipeline.tie_delay(tie), stale, mean, max(stale)))
-    return rows
-
-
 def figures(pipeline: Pipeline) -> list[StageFigures]:
     """Return delay, staleness and held tensors of each stage.
 
@@ -158,13 +134,6 @@ def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = 
         lines.append(
             f"{f.stage:<7}{f.delay:<7}{f.graphs:<8}{f.inputs:<8}{outputs}{f.weight_copies:<15}"
             f"{f.staleness_mean:<16.3g}{f.staleness_max:<5}{' '.join(map(str, f.staleness_by_offset))}"
-        )
-    if tied := tied_figures(pipeline):
-        lines += ["", "tied weights of stages  copy of stage  late  staleness mean  max  by offset (their updates)"]
-    for t in tied:
-        lines.append(
-            f"{', '.join(map(str, t.stages)):<24}{t.stage:<15}{t.late:<6}{t.staleness_mean:<16.3g}"
-            f"{t.staleness_max:<5}{' '.join(map(str, t.staleness_by_offset))}"
         )
     return "\n".join(lines)
 

@@ -1,14 +1,13 @@
 """The answer of ``adl-dist plan``, as lines and as plain values."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from adl_dist.partition import Chain, Machine, UnitCost
 from adl_dist.partition.costs import Profile, update_seconds
 from adl_dist.partition.predict import AS_GOOD, Alternative, Prediction
 from adl_dist.report.tables import text_table
-from adl_dist.schedule.table import tied_figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,32 +56,11 @@ def lines_of(plan: Plan, *, with_units: bool) -> list[str]:
         + f"; DDP on {other.num_devices}: {other.ddp:,.0f} {unit}/s (estimated)",
         "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
         *(f"not possible: {reason}" for reason in plan.refused),
-        *tied_lines(plan.chain.shared, plan.predictions),
         *(codec_lines(plan.coded, unit) if plan.coded else []),
         "",
         f"recommended  {plan.reason}",
     ]
     return lines if plan.line is None else [*lines, f"             {plan.line}"]
-
-
-def tied_lines(shared: Mapping[str, list[int]], predictions: Sequence[Prediction]) -> list[str]:
-    """Return the lines about tied weights that several stages hold.
-
-    ``shared`` are the units of each weight, by name.
-    """
-    rows: list[list[object]] = []
-    for p in predictions:
-        stage_of = [k for k, size in enumerate(p.balance.sizes) for _ in range(size)]
-        for name, units in shared.items():
-            stages = tuple(dict.fromkeys(stage_of[unit] for unit in units))
-            if len(stages) < 2 or p.pipeline.method.why_not_tied is not None:
-                continue
-            copies = tied_figures(replace(p.pipeline, tied=(stages,)))
-            stale = "/".join(f"{copy.staleness_mean:.3g}" for copy in copies)
-            where = p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update
-            rows.append([name, *where, ", ".join(map(str, stages)), copies[0].late, stale])
-    head = ["tied weights", "method", "K", "M", "copies on stages", "updates late", "staleness mean of each"]
-    return ["", *text_table([head, *rows])] if rows else []
 
 
 def codec_lines(coded: Sequence[Prediction], unit: str) -> list[str]:
