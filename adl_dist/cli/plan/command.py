@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB"
 DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
 REMOVED = {
     "--out": "--units prints the cost of each unit",
+    "--profile": "each plan measures the model again",
     **dict.fromkeys(
         ("--max-staleness", "--steps"), "method.delay=auto method.max_staleness=0.5 bounds the staleness for one M"
     ),
@@ -83,7 +83,6 @@ def _flags(words: list[str]) -> argparse.Namespace:
     )
     add("--links", type=_links, metavar="RATE[,ROUND_TRIP]", help=links)
     add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
-    add("--profile", type=_file, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
     neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
     add("--neighbours", type=number(int, 0), metavar="N", help=neighbours)
     add("--units", action="store_true", help="also print each unit")
@@ -113,13 +112,6 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a number and a unit, like 80GiB ({units}), got {text}") from None
 
 
-def _file(text: str) -> Path:
-    path = Path(text).absolute()  # the user's code may change the working directory
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected the name of a file in an existing folder, got {text}")
-    return path
-
-
 def described_links(config: RunConfig) -> Links | None:
     """Return the configured links, or None if they are absent or ``auto``."""
     links = text_of_links(config.partition.links)
@@ -144,7 +136,7 @@ def _answer(flags: argparse.Namespace) -> Plan:
             links.for_stages(K, "--links")
     machine = _machine(config, links, memory=flags.memory, threads=threads)
     try:
-        profiler = Profiler(config, threads=threads, shape=flags.input, kept_in=flags.profile)
+        profiler = Profiler(config, threads=threads, shape=flags.input)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
     cuts, refused = _cuts(config, stages, machine, profiler.chain)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,23 +50,20 @@ class Profiler:
         loader: of the training data; None if a shape is given instead.
     """
 
-    def __init__(
-        self, config: RunConfig, *, threads: int, shape: list[int] | None = None, kept_in: Path | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, *, threads: int, shape: list[int] | None = None) -> None:
         """Build the model and run it on a sample.
 
         Args:
             config: The configuration of the run.
             threads: Threads of a stage.
             shape: Shape of a sample, [C, H, W]; if None, that of the training data.
-            kept_in: File for the measurements; the micro-batch size is appended to its name.
 
         Raises:
             ConfigError: If the model fails on such a sample, or the loss on its output.
             DataError: If the data is missing.
         """
         self.granularity, self.threads = config.partition.granularity, threads
-        self._config, self._shape, self._kept_in, self._others = config, shape, kept_in, ""
+        self._config, self._shape, self._others = config, shape, ""
         self.device = torch.device(config.runtime.device)
         tune_malloc()  # as training does
         self.spec = instantiate.train_spec(config)
@@ -144,11 +140,8 @@ class Profiler:
                 )
 
     def _profile(self, size: int) -> Profile:
-        kept_in = self._kept_in
-        if kept_in is not None:
-            kept_in = kept_in.with_stem(f"{kept_in.stem}-{size}{self._others and '-loaded'}")
         sys.stderr.write(f"measuring {len(self.chain.units)} units with {size} samples{self._others} ...\n")
-        how: dict[str, Any] = {"kept_in": kept_in, "feed": self.loader}
+        how: dict[str, Any] = {"kept_in": None, "feed": self.loader}
         with self.spec.precision.apply(threads=self.threads):
             return take_profile(self.model, self.chain, self.spec, self.samples.one, micro_batch_size=size, **how)
 
