@@ -75,7 +75,7 @@ SETTINGS = {
     "optimizer.lr=-1": ["optimizer: torch.optim.SGD failed: ValueError: Invalid learning rate: -1"],
     "loss.foo=1": ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"],
     "model._target_=nosuch.module.Net": ["model._target_=nosuch.module.Net", "No module named 'nosuch'"],
-    f"model._target_={USER}.god": [f"{USER} has no 'god'; did you mean '{USER}.good'?"],
+    f"model._target_={USER}.god": [f"model._target_={USER}.god cannot be imported: ", "of a module in this folder"],
     f"optimizer._target_={USER}.no_optimizer": [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"],
     "loss._target_=builtins.print": ["builtins.print returned NoneType", "expected a callable that takes (output"],
     "lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau": ["follows a metric", "multistep or cosine"],

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
@@ -397,10 +396,6 @@ def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Cal
     try:
         target = get_object(path)
     except Exception as error:  # importing runs the user's module, which can fail in any way
-        module, _, attribute = path.rpartition(".")
-        if module in sys.modules and not hasattr(sys.modules[module], attribute):
-            hint = did_you_mean(attribute, dir(sys.modules[module]), f"'{module}.{{}}'")
-            raise ConfigError(f"{name}={path}: {module} has no '{attribute}'{hint}") from error
         raise ConfigError(
             f"{name}={path} cannot be imported: {in_one_line(error.__cause__ or error)}; expected a dotted name like "
             "my.module.make, of a module in this folder or an installed one"
