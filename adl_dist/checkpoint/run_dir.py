@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,7 +24,7 @@ from adl_dist.checkpoint.storage import copy_small_files, on_rank, place_of, pro
 from adl_dist.distributed.parent_process import LAUNCH_ID
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
-from adl_dist.report import warn
+from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.recorder import METRICS
 from adl_dist.report.runs import flatten
@@ -291,6 +292,17 @@ def _launch_id() -> str | None:
     return f"torchrun {machine()} {agent} {start_time(agent)}"
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that reports only its first failed write, in one line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            tell(sys.stderr, f"adl-dist: warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
 def log_to(path: Path | None) -> None:
     """Send this process's log only to ``path``, or to no file if it is None."""
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
@@ -301,8 +313,7 @@ def log_to(path: Path | None) -> None:
         return
     make_folder(path.parent)
     try:
-        # names of files may be others
-        handler = logging.FileHandler(path.resolve(), encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(path.resolve(), encoding="utf-8", errors="backslashreplace")  # names of files may be others
     except OSError as error:
         warn(f"{path} cannot be written: {error.strerror}; this process writes no log")
         return
