@@ -31,7 +31,9 @@ SETTINGS = {
     "model=resnet21": ["there is no model=resnet21; did you mean resnet", "choose one of", "resnet18, resnet20, "],
     "method=gpip": ["there is no method=gpip; did you mean gpipe?; choose one of 1f1b, 2bw, adl"],
     "method=null": ["method=null is not a choice of method; choose one of 1f1b, 2bw, adl"],
-    "optimizer=adam": ["there is no optimizer=adam; did you mean adamw?; choose one of adamw, custom, muon"],
+    "model=resnet50": ["torchvision has resnet50: model=torchvision model.name=resnet50"],
+    "optimizer=adam": ["there is no optimizer=adam; did you mean adamw?", "optimizer._target_=torch.optim.NAME"],
+    "optimizer=rotated": ["optimizer=rotated was removed in 0.4.0", "examples/rotated_adam.py"],
     # types and ranges, one of each kind
     "train.batch_size=abc": ["train.batch_size must be a whole number, got 'abc'"],
     "optimizer.lr=fast": ["optimizer.lr must be a finite number, got 'fast'"],

@@ -285,7 +285,7 @@ def _opened(overrides: Sequence[str]) -> list[str]:
 
 
 def parse(text: str, *, several: bool = False) -> Override:
-    """Read one override with Hydra's grammar, and check its key."""
+    """Read one override with Hydra's grammar; check its key and its choice."""
     if text.startswith("--"):
         name, _, value = text.lstrip("-").partition("=")
         raise ConfigError(f"unknown option --{name}{_did_you_mean(name, value and f'={value}')}; {LISTS_KEYS}")
@@ -306,9 +306,11 @@ def parse(text: str, *, several: bool = False) -> Override:
         )
     chosen: Any = None if is_sweep else override.value()
     _check_keys([f"{key}.{one}" for one in chosen] if isinstance(chosen, dict) and key in GROUPS else [key])
-    is_chosen = (config_folder() / key).is_dir() and not (is_sweep or override.is_delete())
-    if is_chosen and not isinstance(chosen, str | dict):
-        raise ConfigError(f"{text} is not a choice of {key}; choose one of {_choices(key)}")
+    if (config_folder() / key).is_dir() and not (is_sweep or override.is_delete() or isinstance(chosen, dict)):
+        if not isinstance(chosen, str):
+            raise ConfigError(f"{text} is not a choice of {key}; choose one of {_choices(key)}")
+        if not (config_folder() / key / f"{chosen}.yaml").is_file():
+            raise ConfigError(_unknown_choice(key, chosen))
     return override
 
 
@@ -353,12 +355,9 @@ def _choices(group: str) -> str:
 
 def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, str] | None = None) -> str:
     """Return the error of Hydra or OmegaConf about ``overrides`` in one line."""
-    if match := re.search(rf"Could not find '({LAUNCHER}|[^'/]*)/([^']*)'", str(error)):
-        group, name = match.groups()
-        way_out = f"choose one of {_choices(group)}"
-        if group == LAUNCHER:
-            way_out = "the submitit launchers come by pip install -c constraints.txt -e '.[slurm]' in the checkout"
-        return f"there is no {group}={name}{did_you_mean(name, _choices(group).split(', '))}; {way_out}"
+    if match := re.search(rf"Could not find '{LAUNCHER}/([^']*)'", str(error)):
+        extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
+        return f"there is no {LAUNCHER}={match[1]}; the submitit launchers come by {extra}"
     if match := re.search(r"Could not override '([^']*)'", str(error)):  # in data={foo: 1} only the cause knows foo
         key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
         return f"there is no key '{key}'{_did_you_mean(key)}; {LISTS_KEYS}"
@@ -377,6 +376,23 @@ def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, s
     if "resolving interpolation" in text:
         return re.sub(r"^\w+ raised while resolving interpolation: ", "", first)  # from a resolver of ours
     return f"{next((each for each in overrides if each.lstrip('+').startswith(f'{key}=')), key)}: {first}".lstrip(": ")
+
+
+def _unknown_choice(group: str, name: str) -> str:
+    """Return the message for an unknown choice of a group."""
+    if (group, name) == ("optimizer", "rotated"):
+        own = "optimizer._target_=rotated_adam.RotatedAdam in the folder of examples/rotated_adam.py"
+        return f"optimizer=rotated was removed in 0.4.0; use {own}, or version 0.3.8"
+    known = f"{did_you_mean(name, _choices(group).split(', '))}; choose one of {_choices(group)}"
+    if group == "model":
+        from torchvision.models import list_models  # imported late: it takes a second
+
+        if close := difflib.get_close_matches(name, list_models(), n=1):
+            known += f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}"
+    if group in OPEN_NODES:
+        own = "torch.optim.NAME, or MODULE.NAME of yours" if group == "optimizer" else "MODULE.NAME"
+        known += f"; any other: {group}._target_={own}"
+    return f"there is no {group}={name}{known}"
 
 
 def _did_you_mean(key: str, value: str = "") -> str:
