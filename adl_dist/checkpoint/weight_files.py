@@ -49,8 +49,8 @@ class WeightFiles:
     def check(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
         """Compare names and shapes with those of ``model``, except ``skip``.
 
-        A tensor of several names may be there by one or more of them. Raise CheckpointError, with the first that
-        differs.
+        A tensor of several names may be there by one of them, or by more with the same values. Raise CheckpointError,
+        with the first that differs.
         """
         state = {
             n: value
@@ -71,6 +71,18 @@ class WeightFiles:
                     f"and {there.get(name, 'missing')} in the file, which begins with {next(iter(there), 'nothing')}; "
                     f"{way_out}"
                 )
+        names_of: dict[int, list[str]] = {}
+        for name in sorted(state.keys() & self.tensors.keys()):
+            names_of.setdefault(id(state[name]), []).append(name)
+        for first, *others in names_of.values():
+            values = dict(self.read([first, *others])) if others else {}  # of one tensor, which would lose all but one
+            for other in others:
+                if not torch.equal(values[first], values[other].to(values[first].dtype)):
+                    raise CheckpointError(
+                        f"init_from={self.path} is of another model: {first} and {other} are one tensor in this "
+                        "model and have different values in the file; build the model without tied weights, or use "
+                        "partition.tied=untie"
+                    )
 
     def load_into(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
         """Load tensors except ``skip``; CheckpointError for another model."""
