@@ -288,7 +288,7 @@ class Coordinator:
             # command. A run that is over keeps its settings.
             if not (self._is_over and self.saving.folder.is_claimed):
                 self.saving.folder.claim(self.saving.config)
-        self.recorder.start(from_update=self._update)
+        self.recorder.start(from_update=self._update, is_evaluated=bool(self._metrics))
         if path is not None:
             asked = "" if self._epoch > self.plan.epochs else f" of {self.plan.epochs}"  # fewer than it has
             done = f"update {self._update}, {self._epoch}{asked} epochs complete"

@@ -193,10 +193,10 @@ class MetricsWriter:
         self._is_failing = False
         self._offsets: dict[int, list[int]] = {}  # staleness of each stage's backwards since its last record
 
-    def start(self, *, from_update: int) -> None:
+    def start(self, *, from_update: int, is_evaluated: bool = True) -> None:
         """Open the files, and drop records from ``from_update`` on.
 
-        These updates are now made again.
+        These updates are now made again, and the evaluation before them unless ``is_evaluated``.
 
         Raises:
             ConfigError: If a logger cannot start.
@@ -206,7 +206,8 @@ class MetricsWriter:
         path = self._folder / METRICS
         lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
         # A process that was killed may have left half a line.
-        kept = [line for line in lines if line.endswith(b"\n") and _update_of(line) < from_update]
+        first = (from_update, False) if is_evaluated else (from_update - 1, True)
+        kept = [line for line in lines if line.endswith(b"\n") and _place_of(line) < first]
         try:
             with write_atomically(path) as unfinished:
                 unfinished.write_bytes(b"".join(kept))
@@ -304,9 +305,13 @@ class MetricsWriter:
                 warn(f"{file.name!s} cannot be written ({error.strerror}); records are lost until it can")
 
 
-def _update_of(line: bytes) -> float:
-    """Return a record's update, or infinity if it is unreadable."""
+def _place_of(line: bytes) -> tuple[float, bool]:
+    """Return a record's update, and whether it is of an evaluation after it.
+
+    An unreadable one comes after all others.
+    """
     try:
-        return int(json.loads(line)["update"])
+        record = json.loads(line)
+        return int(record["update"]), str(record["name"]).startswith("validation/")
     except (ValueError, TypeError, KeyError):
-        return float("inf")
+        return float("inf"), False

@@ -80,6 +80,15 @@ def test_a_line_that_a_killed_process_did_not_end_is_dropped(tmp_path, left):
     assert [json.loads(line) for line in lines] == [record for record in RECORDS if record["update"] >= 1]
 
 
+def test_an_evaluation_that_is_made_again_drops_its_records(tmp_path):
+    lines = [json.dumps({"name": f"{kind}/loss", "update": n}) for n in range(3) for kind in ("train", "validation")]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    for is_evaluated, expected in ((True, lines[:4]), (False, lines[:3])):
+        with contextlib.closing(MetricsWriter(tmp_path)) as recorder:
+            recorder.start(from_update=2, is_evaluated=is_evaluated)
+        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == expected
+
+
 def test_mlflow_keeps_one_run_over_a_resume(tmp_path, monkeypatch):
     """In its store of local files, which it has to be told to allow."""
     pytest.importorskip("mlflow")
