@@ -52,7 +52,7 @@ BUGS = {
     "optimizer state is lost": (optimizer_state, "restore", lambda *_: None, 2, "^weights: (?!.*learning_rate)"),
     "the learning rate starts again": (worker, "fast_forward", from_the_first, 2, RATE),
     "updates are counted from one too many": (worker.LocalWorker, "_load", one_update_ahead, 2, RATE),
-    "records of updates that are made again are kept": (recorder, "_update_of", lambda line: -1, 5, TWICE),
+    "records of updates that are made again are kept": (recorder, "_place_of", lambda line: (-1, False), 5, TWICE),
     "checksums are not compared": (layout, "verify", layout.read_manifest, 1, "newest checkpoint: another"),
     "a checkpoint counts without its manifest": (
         layout,
