@@ -191,7 +191,7 @@ class Module:
     def __del__(self):
         print("taken apart")
 
-def run(words):
+def run(words, **_):
     atexit.register(print, "registered by somebody")
     threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
     return 3
