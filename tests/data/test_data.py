@@ -1,6 +1,5 @@
 """The samples of a run are functions of (seed, epoch, index), and bad data gets a message."""
 
-import gc
 import hashlib
 import itertools
 import multiprocessing
@@ -12,6 +11,7 @@ import re
 import shutil
 import signal
 import traceback
+import weakref
 
 import numpy as np
 import pytest
@@ -381,15 +381,23 @@ def test_validation_images_are_resized_cropped_and_normalised(image_size, resize
                 torch.testing.assert_close(image, preset(Image.open(path).convert("RGB")))
 
 
-def num_images():
-    gc.collect()
-    return sum(issubclass(type(each), Image.Image) for each in gc.get_objects())
+@pytest.fixture
+def images(monkeypatch):
+    """All images that are made, as weak references; each has memory of its own."""
+    found, make = [], Image.Image.__init__
+
+    def made(image):
+        make(image)
+        found.append(weakref.ref(image))
+
+    monkeypatch.setattr(Image.Image, "__init__", made)
+    return found
 
 
 @pytest.mark.parametrize(
     ("image_size", "cache", "num_workers"), [(24, False, 0), (24, True, 0), (224, False, 1), (224, True, 0)]
 )
-def test_training_images_are_cropped_by_their_size(image_size, cache, num_workers, tmp_path):
+def test_training_images_are_cropped_by_their_size(image_size, cache, num_workers, images, tmp_path):
     """Padded and cropped if small, cropped and resized if large; from memory, if they are cached."""
     from torchvision.transforms import v2
 
@@ -397,7 +405,7 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
     geometry = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()]
     if image_size == 24:
         geometry = [v2.Resize(24), v2.RandomCrop(24, padding=3), v2.RandomHorizontalFlip()]
-    expected, before = {}, num_images() if cache else 0
+    expected = {}
     for epoch, (index, (path, _)) in itertools.product(range(2), enumerate(train.samples)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(3, "sample", epoch, index))
@@ -408,7 +416,7 @@ def test_training_images_are_cropped_by_their_size(image_size, cache, num_worker
             assert torch.equal(image, expected[epoch, index])
         if cache:  # nothing is read twice, and no image has memory of its own: it would lie between activations
             shutil.rmtree(tmp_path, ignore_errors=True)
-            assert num_images() == before
+            assert not any(image() for image in images)
 
 
 def built(*overrides):
