@@ -97,18 +97,6 @@ def test_what_shows_only_with_the_data_is_told_and_not_saved(overrides, parts, t
     assert (overrides, parts) in IN_TRAINING or not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
-    # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
-    explodes = [f"model._target_={USER}.explodes", "model.after=9"]
-    line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
-    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "The last checkpoint, if any, is kept"])
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
-    in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
-    kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))
-    assert kept.code == 0
-    assert kept.out.partition(": ")[2] == good.out.partition(": ")[2]
-
-
 @pytest.mark.usefixtures("_no_process")
 def test_more_stages_than_the_model_has_start_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "num_cores", lambda: 2)
@@ -145,12 +133,11 @@ def run_dir(finished, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["seed=1"], ["belongs to another run", "seed is 0 there and 1 here", "choose another run_dir"]),
         (["resume=never"], ["already holds a run", NEWEST, "would write over it", "resume=auto", "another run_dir"]),
         (["resume={older}"], [f" holds {NEWEST}", "would write over", "choose another run_dir"]),
         (["model=resnet8"], ["belongs to another run", "model.depth is None there and 8 here", " more; choose"]),
     ],
-    ids=["seed", "resume=never", "an older checkpoint", "model"],
+    ids=["resume=never", "an older checkpoint", "model"],
 )
 def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, run_dir):
     before = snapshot(run_dir)
@@ -252,14 +239,6 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(damage, run_dir,
     }
 
 
-def test_where_no_checkpoint_is_good_nothing_is_changed(run_dir):
-    for name in (NEWEST, OLDER):
-        cut(run_dir / "checkpoints" / name / DATA)
-    before = snapshot(run_dir)
-    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} cannot be read"])
-    assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
-
-
 def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
     path = run_dir / "checkpoints" / NEWEST / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -356,12 +335,3 @@ def test_a_device_without_memory_is_told_with_what_needs_less(tmp_path):
         "the traceback",
     ]
     shows(outcome.err, parts)
-
-
-def test_a_mistake_in_the_users_own_code_is_not_called_bad_input(tmp_path):
-    """Exit code 1, and the traceback, which the user needs here, is in the log."""
-    outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.faulty", "model.at=5"))
-    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
-    log = tmp_path / "run/logs/rank0.log"
-    shows(outcome.err, ["adl-dist: unexpected KeyError", "a bug of the user's", f"the traceback is in {log}"])
-    shows(log.read_text(), ["Traceback", "tests/support/user_code.py", "raise KeyError"])

@@ -126,7 +126,8 @@ def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     ("processes", "at_once", "words", "most"),
     [
         ([2, 1, 1, 4, 1, 1, 1, 1, 1], None, [], [2, 3, 4, 4, 1, 2, 3, 4, 1]),  # cores in use when each one starts
-        ([8, 1, 1], 2, [], [8, 1, 2]),  # more than there are, and so alone
+        ([2, 1, 1, 4, 1], 2, [], [2, 3, 1, 5, 1]),
+        ([8, 1, 1], None, [], [8, 1, 2]),  # more than there are, and so alone
         ([1, 1], None, ["runtime.device=cuda"], [1, 1]),
     ],
 )
