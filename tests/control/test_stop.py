@@ -99,7 +99,7 @@ def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path)
     assert known["validation_loss"] == summary["validation_loss"]
 
 
-@pytest.mark.parametrize(("K", "name"), [(3, "adl"), slow(2, "2bw"), slow(3, "dsp"), slow(3, "fr")], ids=str)
+@pytest.mark.parametrize(("K", "name"), [(3, "adl"), (2, "2bw"), slow(3, "dsp"), slow(3, "fr")], ids=str)
 def test_a_stop_equals_max_updates_there_and_leaves_a_trace(K, name, tmp_path):
     stopped, planned = tmp_path / "stopped", tmp_path / "planned"
     _, _, summary = fitted(K, data=Asking(at=70), name=name, run_dir=stopped)
