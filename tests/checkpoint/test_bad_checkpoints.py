@@ -5,7 +5,6 @@ import json
 import pickle
 import random
 import resource
-import shutil
 from pathlib import Path
 
 import pytest
@@ -112,14 +111,6 @@ def test_a_manifest_whose_files_are_none_is_damaged(entry, match, two):
     text = {**manifest, "sha256": layout._checksum(manifest)}
     (two[1] / layout.MANIFEST).write_text(json.dumps(text))
     assert_passed_over(*two, match=match)
-
-
-@pytest.mark.parametrize("name", [FIRST, SECOND, MOMENTUM])
-def test_a_file_of_another_checkpoint_is_told_by_name(name, two):
-    """Its size is right, and it is a good file."""
-    older, newest = two
-    shutil.copyfile(older / name, newest / name)
-    assert_passed_over(older, newest, match=f"{newest.name} is damaged: {name} cannot be read .*its SHA-256 should be")
 
 
 # --- what the checksums do not show: those who can write to the folder can write checksums ---------------------------

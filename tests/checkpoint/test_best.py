@@ -58,17 +58,6 @@ def test_what_the_best_mode_of_is_what_the_run_is_after_now(tmp_path):
     assert layout.best_of(layout.complete(tmp_path)).name == "update-00000001"
 
 
-def test_without_a_choice_accuracy_counts_and_then_the_loss():
-    goal = Goal()
-    worse, better = (
-        {"validation_loss": 1.0, "validation_accuracy": 0.5},
-        {"validation_loss": 2.0, "validation_accuracy": 0.6},
-    )
-    assert goal.score(worse) < goal.score(better)
-    assert goal.score({"validation_loss": 1.0}) > goal.score({"validation_loss": 2.0})
-    assert goal.score({}) is None
-
-
 def own_loss(out, target):
     return nn.functional.cross_entropy(out, target)
 
@@ -92,9 +81,8 @@ def fitted_with(stopping, folder, *, loss_fn, metrics=()):
         (own_loss, [], "validation_loss"),
         (own_loss, ["accuracy"], None),
         (own_loss, [accuracy], None),
-        (nn.CrossEntropyLoss(), [], None),
     ],
-    ids=["own", "accuracy asked for", "own accuracy", "torch's"],
+    ids=["own", "accuracy asked for", "own accuracy"],
 )
 def test_a_loss_of_ones_own_decides_itself(loss_fn, metrics, metric, tmp_path):
     """Its target may be of no class, and its accuracy say nothing."""

@@ -1,7 +1,6 @@
 """Runs that are killed, fail to save, and are started again: a few of the 10,000 seeds of ``make test-faults``."""
 
 import re
-import sys
 from unittest.mock import patch
 
 import pytest
@@ -11,8 +10,6 @@ from adl_dist.control import worker
 from adl_dist.optim import fast_forward
 from adl_dist.report import recorder
 from tools.faults.simulation import SEEDS_PER_JOB, simulate, undisturbed
-from tools.kill import run
-from tools.kill.deck import UPDATES_PER_EPOCH, draw
 
 SEEDS = 20
 
@@ -71,25 +68,3 @@ def test_it_finds(bug):
     with patch.object(place, name, planted):
         assert re.search(said, simulate(seed).wrong)
     undisturbed.cache_clear()
-
-
-# --- tools.kill ------------------------------------------------------------------------------------------------------
-
-
-def test_every_kill_that_comes_too_late_can_come_earlier():
-    killings = draw(100, seed=0, start_seconds=8.0)
-    assert {killing.update is None for killing in killings} == {True, False}
-    for killing in killings:
-        sooner = killing.earlier()
-        if killing.update is None:
-            assert (sooner.update, sooner.seconds) == (None, killing.seconds / 2)
-        else:
-            assert sooner.update in (killing.update - UPDATES_PER_EPOCH, killing.update % UPDATES_PER_EPOCH)
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_run_that_fails_before_its_kill_is_not_too_late(code, tmp_path, monkeypatch):
-    ends = sys.executable, "-c", "exit('the reason')" if code else ""
-    monkeypatch.setattr(run, "start", lambda *_, **options: (ends, ()))
-    outcome = run.kill(draw(1, seed=0, start_seconds=8.0)[0], tmp_path / "run", None, 0.0)
-    assert outcome is None if code == 0 else "it failed before" in outcome.wrong and "the reason" in outcome.wrong

@@ -154,13 +154,6 @@ def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path, uninterrupted):
 # --- runs that nothing disturbs --------------------------------------------------------------------------------------
 
 
-def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(tmp_path, uninterrupted):
-    """Here one process continues what processes began; the other way round: the next test."""
-    assert train_as_two_ranks(tmp_path, "train.epochs=2").code == 0
-    assert train_here(tmp_path) == 0
-    assert RunEnd(tmp_path / "run").differences(uninterrupted) == []
-
-
 def test_processes_read_and_write_checkpoints_of_another_cut(tmp_path, capsys):
     mixed, alone = tmp_path / "mixed", tmp_path / "alone"
     assert train_here(mixed, "partition.num_stages=3", "train.epochs=1") == 0

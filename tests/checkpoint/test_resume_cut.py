@@ -38,7 +38,6 @@ OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
     "two groups": two_groups,
     "muon": Muon,
-    "muon and sgd": partial(Muon, rest="sgd"),
     "nadamw": partial(torch.optim.NAdam, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True),
 }
 
@@ -140,19 +139,10 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_clock, tmp_p
             assert rates == [schedule[update] for update in at]
 
 
-@pytest.mark.parametrize(
-    ("method", "steps", "optimizer", "dtype"),
-    [
-        ("adl", 6, "adamw", torch.float32),
-        ("bp", 2, "sgd", torch.float64),
-        slow("gpipe", 2, "muon and sgd", torch.float32),
-        ("adl", 6, "muon", torch.float32),
-        ("1f1b", 2, "nadamw", torch.float32),
-    ],
-)
-def test_without_staleness_many_cuts_end_with_the_same_bits(method, steps, optimizer, dtype, tmp_path):
+@pytest.mark.parametrize(("method", "steps", "optimizer"), [("adl", 6, "adamw"), ("1f1b", 2, "nadamw")])
+def test_without_staleness_many_cuts_end_with_the_same_bits(method, steps, optimizer, tmp_path):
     """Bits, not 1e-12: a cut changes neither an operation nor the order in which gradients are added up."""
-    options = {"optimizer": optimizer, "dtype": dtype, "method": method, "steps": steps}
+    options = {"optimizer": optimizer, "method": method, "steps": steps}
     size = 18  # six whole micro-batches
     uncut = Run(1, **options).fit(tmp_path / "uncut", epochs=6, num_samples=size)
     for done, K in enumerate((4, 2, 3)):

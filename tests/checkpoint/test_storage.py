@@ -123,20 +123,13 @@ def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
         assert f"{start} {said}" in outcome.err
 
 
-@pytest.mark.parametrize(
-    "removed",
-    [
-        *({"runtime": {"cuda_graphs": setting}} for setting in (False, None, "tick")),
-        {"method": {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}},
-    ],
-)
-def test_a_folder_with_a_removed_key_is_resumed_and_evaluated(removed, tmp_path):
+def test_a_folder_with_a_removed_key_is_resumed_and_evaluated(tmp_path):
     run_dir = tmp_path / "run"
     dgl = ["method=dgl", "partition.num_stages=1"]
     assert in_process(*words(run_dir, "train.max_updates=1", *dgl)).code == 0
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    for node, settings in removed.items():
-        config[node] |= settings
+    config["runtime"] |= {"cuda_graphs": "tick"}
+    config["method"] |= {"buffer_size": 0, "buffer_reuse": None, "stage_speeds": None}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     continued = words(run_dir, "train.max_updates=2", *dgl)
     for command in (["report", str(run_dir)], ["evaluate", f"run_dir={run_dir}"], continued):

@@ -237,16 +237,12 @@ def records(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("where", ["s3", "file"])
-def test_a_run_at_a_url_resumes_as_in_a_folder(where, request, tmp_path):
-    places = {"file": f"file://{tmp_path}/at-url"}
-    url = places.get(where) or request.getfixturevalue("s3")
+def test_a_run_at_a_url_resumes_as_in_a_folder(s3, tmp_path):
     checkpoints = adl_dist.CheckpointPolicy(keep=1)
     for epochs in (1, 2):
-        fit(tmp_path / "local", epochs)
-        found = fit(url, epochs, checkpoints=checkpoints)
-    assert_same(found, fit(None, 2))
-    place = place_of(url)
+        found = fit(s3, epochs, checkpoints=checkpoints)
+    assert_same(found, fit(tmp_path / "local", 2))
+    place = place_of(s3)
     names = storage.names(place)
     assert names == ["checkpoints/", "config.yaml", "logs/", "metrics.jsonl", "start.json", "summary.json"]
     here = records((tmp_path / "local" / "metrics.jsonl").read_text())
@@ -254,16 +250,16 @@ def test_a_run_at_a_url_resumes_as_in_a_folder(where, request, tmp_path):
     assert [(r["name"], r["update"]) for r in there] == [(r["name"], r["update"]) for r in here]
     assert [path.name for path in layout.complete(place / "checkpoints")] == ["update-00000006"]
     loaded = toy_trainer(2, 2, verify=False)
-    loaded.load_checkpoint(url)
+    loaded.load_checkpoint(s3)
     assert_same(loaded.full_state_dict(), found)
     with pytest.raises(ConfigError, match="belongs to another run: seed is"):
         toy_trainer(2, 2, seed=1, verify=False).fit(
-            FixedImages(20), epochs=3, batch_size=8, run_dir=url, monitoring=SILENT
+            FixedImages(20), epochs=3, batch_size=8, run_dir=s3, monitoring=SILENT
         )
     owner = Ownership(place)
     assert owner.take()
     with pytest.raises(ConfigError, match=r"pid \d+ on .* is training here"):
-        fit(url, 3)
+        fit(s3, 3)
     owner.release()
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.checkpoint.ownership import Ownership
 from adl_dist.cli import train
-from adl_dist.launch import local
 from tests.support.commands import ADL_DIST, as_command, in_process, left_behind, shows, snapshot, words
 from tests.support.tiers import slow
 
@@ -58,7 +56,6 @@ MISFITS = [
         [BY_BLOCKS, "partition.num_stages=6"],
         ["needs 5 cuts", "can be cut in 4 place(s)", "use at most"],
     ),
-    (["data.in_channels=1", "model.in_channels=3"], ["the model gets float32[B, 1, 8, 8]", "3 channels, but got 1"]),
     ([f"model._target_={USER}.second_half_does_not_fit"], ["the model gets", "fails on it in Linear(", "2x8 and 9x8"]),
     (["loss._target_=torch.nn.MSELoss"], ["stage 1: the loss", "float32[B, 10]", "int64[B]", "loss._target_"]),
     ([f"loss._target_={USER}.loss_of_nothing"], ["stage 1: the loss returned None", "expected a tensor of one number"]),
@@ -100,18 +97,6 @@ def test_what_shows_only_with_the_data_is_told_and_not_saved(overrides, parts, t
     assert (overrides, parts) in IN_TRAINING or not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
-    # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
-    explodes = [f"model._target_={USER}.explodes", "model.after=9"]
-    line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
-    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "The last checkpoint, if any, is kept"])
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
-    in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
-    kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))
-    assert kept.code == 0
-    assert kept.out.partition(": ")[2] == good.out.partition(": ")[2]
-
-
 @pytest.mark.usefixtures("_no_process")
 def test_more_stages_than_the_model_has_start_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "num_cores", lambda: 2)
@@ -148,13 +133,11 @@ def run_dir(finished, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["seed=1"], ["belongs to another run", "seed is 0 there and 1 here", "choose another run_dir"]),
-        (["optimizer.lr=1"], ["belongs to another run", "optimizer.lr is 0.1 there and 1 here"]),
         (["resume=never"], ["already holds a run", NEWEST, "would write over it", "resume=auto", "another run_dir"]),
         (["resume={older}"], [f" holds {NEWEST}", "would write over", "choose another run_dir"]),
         (["model=resnet8"], ["belongs to another run", "model.depth is None there and 8 here", " more; choose"]),
     ],
-    ids=["seed", "optimizer.lr", "resume=never", "an older checkpoint", "model"],
+    ids=["resume=never", "an older checkpoint", "model"],
 )
 def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, run_dir):
     before = snapshot(run_dir)
@@ -195,97 +178,56 @@ def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("variable", "launch", "another"),
+    ("launch", "another"),
     [
-        slow("TORCHELASTIC_RUN_ID", "first", "second", id="torchrun"),
-        pytest.param("TORCHELASTIC_RUN_ID", "none", "none", id="torchrun without --rdzv-id"),
-        pytest.param("ADL_DIST_LAUNCH_ID", "12", "13", id="slurm.sbatch"),
+        slow("first", "second", id="torchrun"),
+        pytest.param("none", "none", id="torchrun without --rdzv-id"),
     ],
 )
-def test_a_resume_is_refused_to_attempts_of_another_launch(variable, launch, another, foreign, tmp_path, monkeypatch):
+def test_a_resume_is_refused_to_attempts_of_another_launch(launch, another, foreign, tmp_path, monkeypatch):
     """All attempts get the words of the first; torchrun counts from 0 where an agent or a job takes another's place."""
     run_dir = tmp_path / "run"
-    monkeypatch.setenv(variable, launch)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     for resumed_from, updates in ((foreign[0], 2), (run_dir / "checkpoints" / OLDER, 3)):
         outcome = in_process(*words(run_dir, f"train.max_updates={updates}", f"resume={foreign[0]}"))
         assert (outcome.code, outcome.err) == (0, "")
         shows(outcome.out, [f"resumed from {resumed_from}"])
     before = snapshot(run_dir)
     monkeypatch.setattr(os, "getppid", os.getpid)  # of another torchrun
-    monkeypatch.setenv(variable, another)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", another)
     for count, resume in (("0", "never"), ("1", foreign[0])):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         shows(refused(*words(run_dir, "train.max_updates=4", f"resume={resume}")), ["would write over"])
     assert snapshot(run_dir) == before
 
 
-@pytest.mark.parametrize("saves_before", [True, False])
-def test_our_own_launcher_restarts_a_run_where_it_was(saves_before, foreign, tmp_path, monkeypatch):
-    """The ranks are played by this process; the first attempt ends after its first checkpoint, or before."""
-    attempts = []
-    resume = "never" if saves_before else foreign[0]
-    resumed_from = tmp_path / "run/checkpoints/update-00000001" if saves_before else foreign[0]
-
-    def play_ranks(arguments, num_processes, stopping):
-        assert num_processes == 2
-        os.environ.pop("ADL_DIST_LAUNCHER", None)  # this process is no child of its own
-        more = [] if attempts else ["train.max_updates=1"]
-        runs = saves_before or attempts
-        attempts.append(in_process(*arguments, *more, "runtime.processes=false") if runs else None)
-        if len(attempts) == 1:
-            failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=-9, error_file="<N/A>")
-            raise ChildFailedError("adl_dist", {0: failure})
-
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the launcher sets it, and leaves it set
-    monkeypatch.setattr(local, "_run_ranks", play_ranks)
-    more = [f"resume={resume}", "train.max_updates=2", "runtime.max_restarts=1"]
-    outcome = in_process(*words(tmp_path / "run", *more, processes=True))
-    assert outcome.code == 0
-    shows(outcome.err, ["restart 1 of 1"])
-    assert (attempts[1].code, attempts[1].err) == (0, "")
-    shows(attempts[1].out, [f"resumed from {resumed_from}"])
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def edited(**changes):
-    def edit(path):
-        manifest = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({name: value for name, value in manifest.items() if value is not None}))
-
-    return edit
-
-
-DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
+DATA = "model-00001-of-00002.safetensors"
 DAMAGES = {
     "cut data": (DATA, cut, [f"{DATA} cannot be read", "it should hold", "bytes, found"]),
-    "garbled index": (
-        INDEX,
-        lambda path: path.write_text("x" * path.stat().st_size),
-        [f"{INDEX} cannot be read", "its SHA-256 should be"],
-    ),
     "cut manifest": ("manifest.json", cut, ["manifest.json cannot be read"]),
-    "no update": ("manifest.json", edited(update=None), ["manifest.json cannot be read", "checksum"]),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(damage, run_dir, tmp_path):
-    """Commands differ only in who asks, so all of them meet two of the damages; a run passes over each."""
     name, inflict, parts = DAMAGES[damage]
     newest, older = (run_dir / "checkpoints" / each for each in (NEWEST, OLDER))
     inflict(newest / name)
     before = snapshot(run_dir / "checkpoints")
     parts = [f"{newest} is damaged", *parts, "continue from one next to it", "evaluate and export take checkpoint=PATH"]
     train, out = words(run_dir, SMALL, "train.epochs=3"), tmp_path / "model.pt"
-    if damage in ("cut data", "cut manifest"):
-        for command in ([*train, f"resume={newest}"], ["export", f"run_dir={run_dir}", f"out={out}"]):
-            shows(refused(*command), parts)
-        assert not out.exists()
-        assert in_process("evaluate", f"run_dir={run_dir}", f"checkpoint={older}").code == 0
-    shows(refused("evaluate", f"run_dir={run_dir}"), parts)
+    for command in (
+        [*train, f"resume={newest}"],
+        ["export", f"run_dir={run_dir}", f"out={out}"],
+        ["evaluate", f"run_dir={run_dir}"],
+    ):
+        shows(refused(*command), parts)
+    assert not out.exists()
+    assert in_process("evaluate", f"run_dir={run_dir}", f"checkpoint={older}").code == 0
     assert snapshot(run_dir / "checkpoints") == before
     outcome = in_process(*train)
     assert outcome.code == 0
@@ -297,16 +239,11 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(damage, run_dir,
     }
 
 
-def test_where_no_checkpoint_is_good_nothing_is_changed(run_dir):
-    for name in (NEWEST, OLDER):
-        cut(run_dir / "checkpoints" / name / DATA)
-    before = snapshot(run_dir)
-    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} cannot be read"])
-    assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
-
-
 def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
-    edited(format=6, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    path = run_dir / "checkpoints" / NEWEST / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    path.write_text(json.dumps({**manifest, "format": 6}))
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
     shows(line, [NEWEST, "has format 6", "reads format 5"])
 
@@ -324,12 +261,12 @@ def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tm
     assert (outcome.code, outcome.err) == (0, ""), "nothing stands in the way of the corrected command"
 
 
-@pytest.mark.parametrize("garbage", ["a: [1", "- 1", "\udcff", "foo: 1", ""])
+@pytest.mark.parametrize("garbage", ["a: [1", "\udcff", "foo: 1"])
 def test_an_unreadable_configuration_is_reported(garbage, run_dir):
     (run_dir / "config.yaml").write_bytes(garbage.encode(errors="surrogateescape"))
     before = snapshot(run_dir)
     shows(refused("evaluate", f"run_dir={run_dir}"), ["config.yaml is not the configuration of a run"])
-    if garbage not in ("foo: 1", ""):
+    if garbage != "foo: 1":
         shows(refused(*words(run_dir, SMALL, "train.epochs=3")), ["config.yaml cannot be read", "another run_dir"])
     assert snapshot(run_dir) == before
 
@@ -369,25 +306,20 @@ OTHER_MODEL = ["of another model", "0.1.weight is [8, 192] in this model and mis
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"", NO_STATE),
         (slice(-500), NO_STATE),
         ([1, 2], ["holds a list", "save the state_dict alone"]),
-        (torch.nn.Linear(1, 1), NO_STATE),
         ({"model": {}}, ["holds a dict with model", "save the state_dict alone"]),
         (slice(None), OTHER_MODEL),
     ],
-    ids=["empty", "cut", "list", "whole module", "nested", "another model"],
+    ids=["cut", "list", "nested", "another model"],
 )
 def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts, foreign, tmp_path):
-    """``content``: the bytes of a file, a part of the weights of another model, or what torch.save is given."""
+    """``content``: a part of the file with the weights of another model, or what torch.save is given."""
     path = tmp_path / "state.pt"
-    match content:
-        case bytes():
-            path.write_bytes(content)
-        case slice():
-            path.write_bytes(foreign[1].read_bytes()[content])
-        case _:
-            torch.save(content, path)
+    if isinstance(content, slice):
+        path.write_bytes(foreign[1].read_bytes()[content])
+    else:
+        torch.save(content, path)
     before = snapshot(tmp_path)
     shows(refused(*words(tmp_path / "run", SMALL, f"init_from={path}")), [f"init_from={path}", *parts])
     assert snapshot(tmp_path) == before
@@ -403,12 +335,3 @@ def test_a_device_without_memory_is_told_with_what_needs_less(tmp_path):
         "the traceback",
     ]
     shows(outcome.err, parts)
-
-
-def test_a_mistake_in_the_users_own_code_is_not_called_bad_input(tmp_path):
-    """Exit code 1, and the traceback, which the user needs here, is in the log."""
-    outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.faulty", "model.at=5"))
-    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
-    log = tmp_path / "run/logs/rank0.log"
-    shows(outcome.err, ["adl-dist: unexpected KeyError", "a bug of the user's", f"the traceback is in {log}"])
-    shows(log.read_text(), ["Traceback", "tests/support/user_code.py", "raise KeyError"])

@@ -20,7 +20,7 @@ BP, WILD = 'sweep.variants.bp=["method=bp"]', 'sweep.variants.wild=["method=fdg"
 SETTINGS = [
     *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
     *("train.batch_size=16", "train.epochs=3"),
-    *("runtime.processes=false", "runtime.threads=1", "runtime.tensorboard=false"),
+    *("runtime.processes=false", "runtime.threads=1", "runtime.tensorboard=false", "runtime.report=false"),
 ]
 WORDS = ["--multirun", BP, WILD, "seed=0,1", "sweep.jobs=1", *SETTINGS]
 FIRST, SECOND = "bp/k2-seed0", "bp/k2-seed1"

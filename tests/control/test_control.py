@@ -14,12 +14,10 @@ from adl_dist.control.job import Job
 from adl_dist.control.messages import Abort, Failure, Load
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
 from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
-from adl_dist.distributed.world import launched_rank, single_process
-from adl_dist.errors import ChannelError, StageFailed, in_one_line
+from adl_dist.distributed.world import single_process
+from adl_dist.errors import ChannelError, StageFailed
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Pipeline, Segment, method, training_work
-from tests.support.ranks import run_ranks
-from tests.support.runs import trained
 
 CAUSE = Failure(rank=2, text="rank 2: boom")
 COMMAND = Load("a checkpoint", 0)
@@ -138,29 +136,3 @@ def test_a_failure_elsewhere_ends_a_segment_between_two_actions():
         order_of(loop, lambda: endpoint.take(Abort(CAUSE)))
     assert aborted.wait(5)
     assert isinstance(endpoint.commands.get_nowait(), Abort), "who waits for the next command finds it, too"
-
-
-class Unprintable(Exception):
-    def __str__(self):
-        raise LookupError
-
-
-class Fails(torch.optim.SGD):
-    def step(self, closure=None):
-        if launched_rank() == 1:
-            raise Unprintable
-        return super().step(closure)
-
-
-def _error_of_a_training_that_fails_on_rank_1():
-    try:
-        trained(2, 1, torch.float32, optimizer=lambda parameters: Fails(parameters, lr=0.1))
-    except Exception as error:
-        return in_one_line(error)
-
-
-@pytest.mark.ranks
-def test_an_error_without_a_text_reaches_all_ranks():
-    here, there = run_ranks(2, _error_of_a_training_that_fails_on_rank_1)
-    assert there == "Unprintable: its text cannot be made, because of a LookupError"
-    assert here.startswith(f"StageFailed: rank 1: unexpected {there}")

@@ -72,7 +72,7 @@ def different(state, expected):
     return [name for name in expected if not torch.equal(state[name], expected[name])]
 
 
-EXACT = [(3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), slow(3, "dni"), slow(3, "paci")]
+EXACT = [(3, "gpipe"), slow(2, "1f1b"), slow(3, "dni"), slow(3, "paci")]
 
 
 @pytest.mark.parametrize(("K", "name"), EXACT, ids=str)
@@ -99,9 +99,7 @@ def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path)
     assert known["validation_loss"] == summary["validation_loss"]
 
 
-@pytest.mark.parametrize(
-    ("K", "name"), [(3, "adl"), (2, "2bw"), slow(3, "ddg"), slow(3, "dsp"), slow(3, "fr")], ids=str
-)
+@pytest.mark.parametrize(("K", "name"), [(3, "adl"), (2, "2bw"), slow(3, "dsp"), slow(3, "fr")], ids=str)
 def test_a_stop_equals_max_updates_there_and_leaves_a_trace(K, name, tmp_path):
     stopped, planned = tmp_path / "stopped", tmp_path / "planned"
     _, _, summary = fitted(K, data=Asking(at=70), name=name, run_dir=stopped)
@@ -210,8 +208,8 @@ def test_processes_of_several_stages_stop_and_go_on_in_others(tmp_path):
     assert different(fitted(4, run_dir=tmp_path, epochs=2, **in_one)[1], plain[1]) == []
 
 
-def stop_by_signal(folder, rank):
-    """Rank ``rank`` sends itself SIGINT when it has made three updates of an epoch that takes a while."""
+def stop_by_signal(folder):
+    """Rank 1 sends itself SIGINT when it has made three updates of an epoch that takes a while."""
     # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -225,15 +223,14 @@ def stop_by_signal(folder, rank):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    if os.environ["RANK"] == str(rank):
+    if os.environ["RANK"] == "1":
         threading.Thread(target=send, daemon=True).start()
     return fitted(RANKS, data=Slow(num_samples=400), run_dir=folder, epochs=1, handle_signals=True)[2]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("rank", [1])
-def test_a_signal_to_any_rank_stops_all(rank, tmp_path):
-    summaries = run_ranks(RANKS, stop_by_signal, tmp_path, rank)
+def test_a_signal_to_any_rank_stops_all(tmp_path):
+    summaries = run_ranks(RANKS, stop_by_signal, tmp_path)
     assert summaries[0] == summaries[1] == summaries[2]
     assert summaries[0]["stopped"]["why"] == "SIGINT"
     assert 3 < summaries[0]["updates"] < 50, "of 67"

@@ -45,7 +45,7 @@ def test_a_restart_continues_in_the_folder_of_the_first_start(tmp_path, monkeypa
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the launcher sets it, and leaves it set
     monkeypatch.setattr(local, "_run_ranks", play_ranks)
     callbacks = f"callbacks=[{{_target_:{__name__}.working_elsewhere,folder:{elsewhere}}}]"
-    command = words("runs/${now:%H}", callbacks, "train.max_updates=2", processes=True)
+    command = words("runs/${now:%H}", callbacks, "train.max_updates=2", "resume=never", processes=True)
     command.remove("runtime.max_restarts=0")  # the default is 2
     outcome = in_process(*command)
     assert (outcome.code, [attempt.code for attempt in attempts]) == (0, [0, 0]), [outcome, attempts]

@@ -1,6 +1,7 @@
 """The watchdog with all stages in one process, where something fails it too, and heartbeat monitors of the others."""
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -11,33 +12,27 @@ import time
 import pytest
 
 from adl_dist.checkpoint import ownership, storage
+from adl_dist.control.run_socket import LiveControl
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.monitor import watchdog
 from adl_dist.monitor.status import ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Heartbeat, HeartbeatMonitor, print_bounded
 from adl_dist.report import Progress, tell, warn
+from tests.support.commands import OF_RANKS
+from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, train
 from tests.support.toys import FixedImages
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 
-RUN = (
-    "import logging, pathlib, sys, time; from tests.support.stalls import *\n"
-    "{before}\n"
-    "stage_1 = At(5, lambda: {act})\n"
+DEBUGGED = (
+    "import pathlib, sys, time; from tests.support.stalls import *\n"
+    "stage_1 = At(5, breakpoint)\n"
     "stage_0 = At(9, lambda: time.sleep(STALL_SECONDS / 2))  # lets the watchdog see that something moves again\n"
     "train(pathlib.Path(sys.argv[1]), [(5, stage_1), (2, stage_0)], K=2, abort_seconds=1.6)\n"
     "print('trained to its end')"
 )
-HANGS = """
-class Hangs(logging.Handler):
-    def emit(self, record):
-        if 'no progress' in record.getMessage(): time.sleep(1000)
-logging.getLogger('adl_dist').addHandler(Hangs())
-from adl_dist.control.run_socket import LiveControl
-LiveControl.close = lambda self: time.sleep(1000)
-"""
 
 
 class StuckInWorker(FixedImages):
@@ -84,18 +79,35 @@ def test_a_stuck_worker_process_is_reported_with_its_id(tmp_path, capfd):
     assert any(re.search(stuck, cause) for cause in causes), causes
 
 
+class Hangs(logging.Handler):
+    def emit(self, record):
+        if "no progress" in record.getMessage():
+            time.sleep(1000)
+
+
+def stand_still(folder):
+    """A process of its own, with its standard error in a file."""
+    for name in OF_RANKS:
+        os.environ.pop(name, None)
+    os.dup2(os.open(folder / "err", os.O_WRONLY | os.O_CREAT), 2)
+    logging.getLogger("adl_dist").addHandler(Hangs())
+    LiveControl.close = lambda self: time.sleep(1000)
+    train(folder, [(5, At(5, lambda: time.sleep(60)))], K=2, abort_seconds=1.6)
+
+
+@pytest.mark.ranks
 def test_a_standstill_ends_with_exit_code_1_and_the_cause_last(tmp_path):
     """A log and a socket that hang keep the watchdog neither from speaking nor from ending the job."""
-    command = [sys.executable, "-c", RUN.format(before=HANGS, act="time.sleep(60)"), tmp_path]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert ran.returncode == 1
-    assert "likely cause: stage 1 (" in ran.stderr
+    with pytest.raises(RanksFailed, match=r"^rank 0: exit code 1$"):
+        run_ranks(1, stand_still, tmp_path, timeout_seconds=50)
+    said = (tmp_path / "err").read_text()
+    assert "likely cause: stage 1 (" in said
     ended = r"adl-dist: error: no progress in .*\(runtime\.watchdog_abort_seconds=1\.6\): stage 1 \("
-    assert re.match(ended, ran.stderr.splitlines()[-1])
+    assert re.match(ended, said.splitlines()[-1])
 
 
 def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
-    command, pipe = [sys.executable, "-c", RUN.format(before="", act="breakpoint()"), tmp_path], subprocess.PIPE
+    command, pipe = [sys.executable, "-c", DEBUGGED, tmp_path], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as run:
         said = ""
         while not said.endswith("(Pdb) "):

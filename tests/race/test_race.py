@@ -1,4 +1,4 @@
-"""``python -m benchmarks.race``: who shares runs with whom, devices, what is kept, the table, and what is refused."""
+"""``python -m benchmarks.race``: who shares runs with whom, devices, what is kept, and the table."""
 
 import json
 import math
@@ -9,16 +9,14 @@ import pytest
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-from adl_dist.errors import ConfigError
 from benchmarks.race import replicas
-from benchmarks.race.__main__ import race
 from benchmarks.race.contenders import NAMES, REPLICATED, contenders
 from benchmarks.race.devices import devices
 from benchmarks.race.link import read_link
 from benchmarks.race.report import rows
 from benchmarks.race.seconds import Timings, key_of
 from benchmarks.race.updates import RaceConfig, Target, UpdatesToTarget, find_updates, read_target
-from tests.support.commands import in_process, shows, words
+from tests.support.commands import in_process, words
 from tests.support.ranks import run_ranks
 
 ACCURACY = Target(metric="accuracy", value=0.9)
@@ -137,12 +135,6 @@ def test_the_time_to_the_target_is_updates_times_seconds(tmp_path):
     assert times == {"one-device": 400.0, "ddp": 1200.0, "torch-1f1b": 400.0, "adl": 120.0, "2bw": None}
     assert table[1]["links"]["1gbit,20ms"]["seconds_to_target"] == 50.0
     assert (table[1]["links"]["1gbit,20ms"]["least"], table[1]["links"]["1gbit,20ms"]["most"]) == (25.0, 75.0)
-
-
-def refused(*arguments, parts):
-    with pytest.raises(ConfigError) as refusal:
-        race(arguments)
-    shows(str(refusal.value), parts)
 
 
 def one_replica(kind, inner_updates, argv):
