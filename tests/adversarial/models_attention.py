@@ -1,6 +1,5 @@
 """Attention and networks with a state over time, as popular models write them."""
 
-import math
 
 import torch
 from torch import nn
@@ -47,31 +46,6 @@ class Attention(nn.Module):
 
 
 block_of("tokens")(Attention)
-
-
-@block("tokens", **PROJECTIONS, slopes=buffer(lambda: torch.tensor([0.5, 0.25])))
-def alibi_attention(self, h):
-    """The slopes are a buffer, the distances are made for the length of the input."""
-    q, k, v = heads(self, h)
-    place = torch.arange(h.shape[1])
-    bias = -(place[None, :] - place[:, None]).abs() * self.slopes[:, None, None]
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias
-    return join(self, h, scores.softmax(-1) @ v)
-
-
-def distances():
-    place = torch.arange(TIME)
-    return place[:, None] - place[None, :] + TIME - 1
-
-
-@block("tokens", varies=False, **PROJECTIONS, table=weight(2 * TIME - 1, HEADS, scale=5.0),
-       index=buffer(distances, persistent=False))  # fmt: skip
-def relative_bias_attention(self, h):
-    """Swin's: a table of biases, read by an index that is a buffer."""
-    q, k, v = heads(self, h)
-    bias = self.table[self.index.view(-1)].view(TIME, TIME, -1).permute(2, 0, 1).contiguous()
-    attn = (q * OF_HEAD**-0.5) @ k.transpose(-2, -1) + bias.unsqueeze(0)
-    return join(self, h, attn.softmax(dim=-1) @ v)
 
 
 def angles(num):
@@ -155,19 +129,6 @@ def slot_attention(self, h):
         seen = weights @ h
         slots = self.update(seen.reshape(-1, WIDTH), slots.reshape(-1, WIDTH)).reshape(slots.shape)
     return h + weights.transpose(1, 2) @ slots
-
-
-@model("images", varies=False, patches=lambda: nn.Conv2d(3, WIDTH, 2, stride=2), token=weight(1, 1, WIDTH),
-       places=weight(1, 10, WIDTH, scale=5.0), blocks=several(3, Attention), norm=lambda: nn.LayerNorm(WIDTH),
-       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def class_token(self, x):
-    """A vision transformer: patches by a convolution, a token of the class in front."""
-    h = self.patches(x).flatten(2).transpose(1, 2)
-    h = torch.cat((self.token.expand(h.shape[0], -1, -1), h), dim=1)
-    h = h + self.places
-    for layer in self.blocks:
-        h = layer(h)
-    return self.head(self.norm(h)[:, 0])
 
 
 @block("tokens", cell=lambda: nn.LSTMCell(WIDTH, WIDTH))

@@ -262,10 +262,6 @@ HOOKS = {
         lambda module, args, kwargs, out: out + args[0], with_kwargs=True
     ),
     "backward_hook": lambda it: it.inner.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,)),
-    "backward_pre_hook": lambda it: it.inner.register_full_backward_pre_hook(
-        lambda module, out: (out[0].clamp(-0.01, 0.01),)
-    ),
-    "hook_of_the_block": lambda it: it.register_forward_hook(lambda module, given, out: out * 0.8),
     "pre_hook_of_the_block": lambda it: it.register_forward_pre_hook(lambda module, given: (given[0] * 1.1,)),
     "backward_hook_of_the_block": lambda it: it.register_full_backward_hook(lambda module, into, out: (into[0] * 0.3,)),
 }

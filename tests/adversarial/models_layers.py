@@ -58,12 +58,6 @@ def lora(self, h):
     return self.base(h) + F.linear(F.linear(h, self.a), self.b) * 0.5
 
 
-@block(code=weight(3, scale=1.0), maker=linear(3, WIDTH * WIDTH))
-def hypernetwork(self, h):
-    """The weights of a layer are made from a learned code."""
-    return h + F.linear(h, self.maker(self.code).view(WIDTH, WIDTH))
-
-
 @block("images", all=lambda: nn.BatchNorm2d(4, momentum=None), bare=lambda: nn.BatchNorm2d(4, affine=False),
        blind=lambda: nn.BatchNorm2d(4, track_running_stats=False))  # fmt: skip
 def cumulative_norm(self, x):
@@ -215,19 +209,8 @@ def up_and_down(self, x):
     return y + z + self.up(low[:, 4:]) + patches / 9
 
 
-CLASSIC = {"conv1": lambda: nn.Conv2d(3, 4, 3), "conv2": lambda: nn.Conv2d(4, 4, 3), "fc1": linear(64),
-           "fc2": linear(WIDTH, NUM_CLASSES), "pool": lambda: nn.MaxPool2d(2, 2)}  # fmt: skip
-
-
-@model("big_images", varies=False, **CLASSIC)
-def views_the_image(self, x):
-    """The old tutorial's network: ``x.view(-1, n)`` on features."""
-    x = self.pool(F.relu(self.conv2(F.relu(self.conv1(x)))))
-    x = x.view(x.size(0), -1)
-    return self.fc2(F.relu(self.fc1(x)))
-
-
-@model("big_images", varies=False, **CLASSIC)
+@model("big_images", varies=False, conv1=lambda: nn.Conv2d(3, 4, 3), conv2=lambda: nn.Conv2d(4, 4, 3), fc1=linear(64),
+       fc2=linear(WIDTH, NUM_CLASSES))  # fmt: skip
 def functional_net(self, x):
     """Functions between layers, and sizes in a starred shape."""
     x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)

@@ -35,13 +35,6 @@ def own_generator(self, h):
     return h + self.inner(h)
 
 
-@block(inner=linear(), calls=lambda: [0])
-def counter_in_list(self, h):
-    """Every third forward differs."""
-    self.calls[0] += self.training
-    return h + self.inner(h) * (2.0 if self.calls[0] % 3 == 0 else 1.0)
-
-
 @block(inner=linear(), calls=int)
 def counter(self, h):
     self.calls += self.training
@@ -133,14 +126,6 @@ def remembers_the_last(self, h):
     y = self.inner(h)
     if self.training:
         y, self.last = y if self.last is None else y + 0.1 * self.last, y.detach().mean(dim=0)
-    return y
-
-
-@block(inner=linear(), log=list)
-def keeps_a_log(self, h):
-    """Numbers for a plot, in a list; nothing reads them."""
-    y = torch.tanh(self.inner(h))
-    self.log.append(y.detach().mean())
     return y
 
 
@@ -247,16 +232,6 @@ def saved_on_cpu(self, h):
 
 
 @block()
-def switches_gradients(self, h):
-    """By calls, not by a context: the second half has no gradient."""
-    before = torch.is_grad_enabled()
-    torch.set_grad_enabled(False)
-    fixed = torch.tanh(self.inner(h))
-    torch.set_grad_enabled(before)
-    return h * fixed
-
-
-@block()
 def in_inference_mode(self, h):
     with torch.inference_mode():
         chosen = self.inner(h).argmax(dim=1)
@@ -294,14 +269,6 @@ def try_except(self, h):
 
 
 @block()
-def asks_the_batch_size(self, h):
-    """The last micro-batch is smaller, and takes another way."""
-    if h.shape[0] == 3:
-        return self.inner(h)
-    return torch.tanh(self.inner(h))
-
-
-@block()
 def asks_the_values(self, h):
     return self.inner(h) if h.sum() > 0 else torch.tanh(self.inner(h))
 
@@ -319,25 +286,8 @@ def asks_the_dtype(self, h):
     return self.inner(h) + torch.zeros(h.shape[1], dtype=h.dtype, device=h.device)
 
 
-@block()
-def asks_for_gradients(self, h):
-    """torch.is_grad_enabled and training choose the way."""
-    if self.training and torch.is_grad_enabled():
-        return torch.tanh(self.inner(h))
-    return self.inner(h) if not self.training else h
-
-
-@block()
-def asks_requires_grad(self, h):
-    return self.inner(h) * (2.0 if h.requires_grad else 1.0)
-
-
 def more_than_four(x):
     return 2.0 if x.shape[0] > 4 else 1.0
-
-
-def one_of_some(x):
-    return 2.0 if x.shape[0] in (7, 8, 64) else 1.0
 
 
 def in_fives(x):
@@ -363,7 +313,7 @@ PARTS = {"a": linear(6), "b": linear(), "c": linear(), "head": linear(WIDTH, NUM
 
 
 ASKING = {"root_asks": (model_of, root_asks, PARTS), "block_asks": (block_of, block_asks, {"inner": linear()})}
-for scale in (more_than_four, one_of_some, in_fives, positions):
+for scale in (more_than_four, in_fives, positions):
     for name, (register, forward, parts) in ASKING.items():
         build = with_forward(forward, parts | {"scale": lambda scale=scale: scale})
         register(name=f"{name}_{scale.__name__}", size=8)(build)
@@ -373,13 +323,6 @@ for scale in (more_than_four, one_of_some, in_fives, positions):
 def loops_over_samples(self, x):
     h = self.inner(x)
     return self.head(torch.stack([h[i] / (1 + i) for i in range(x.shape[0])]))
-
-
-@block(size=8, even=True)
-def pairs_of_samples(self, h):
-    """Takes an even number of samples only."""
-    pairs = self.inner(h).view(-1, 2, WIDTH)
-    return torch.cat([pairs[:, 0] + pairs[:, 1], torch.tanh(pairs[:, 0])])
 
 
 # --- Random numbers ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Optimizers: all of torch's, those that users write around them, and factories of many kinds."""
+"""Optimizers: those of torch, those that users write around them, and factories of many kinds."""
 
 import functools
 
@@ -249,21 +249,14 @@ of = functools.partial
 OPTIMIZERS = {
     "sgd_plain": of(optim.SGD, lr=0.1),
     "sgd_nesterov": of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "sgd_dampened": of(optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, maximize=True),
     "sgd_one_by_one": of(optim.SGD, lr=0.05, momentum=0.9, foreach=False),
     "sgd_fused": of(optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "adam_amsgrad": of(optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
     "adam_tensor_lr": lambda p: optim.Adam(p, lr=torch.tensor(1e-2, dtype=torch.float64)),
     "adamw_fused": of(optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True),
-    "nadam": of(optim.NAdam, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
-    "radam": of(optim.RAdam, lr=1e-2),
-    "adamax": of(optim.Adamax, lr=1e-2),
     "adagrad": of(optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
-    "adadelta": of(optim.Adadelta, lr=1.0),
     "adafactor": of(optim.Adafactor, lr=1e-2),
     "asgd": of(optim.ASGD, lr=1e-2, t0=2),
-    "rmsprop": of(optim.RMSprop, lr=1e-2, centered=True, momentum=0.5),
-    "rprop": of(optim.Rprop, lr=1e-2),
     "torchs_muon": of(optim.Muon, lr=1e-2, weight_decay=0.1),
     "muon_for_matrices": of(Muon, rest_options={"eps": 1e-3}),
     "muon_and_sgd": of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}),
