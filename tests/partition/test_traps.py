@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from adl_dist.partition import Chain
-from tests.support.staged import compare
+from tests.support.staged import compare, recorded_of, seed_all
 
 TRAPS, BATCHES = {}, {}
 
@@ -745,13 +745,17 @@ def build_of(name):
 
 
 def verdicts_of(name):
-    """Compare at every cut into two and three stages."""
+    """Compare where a run would cut in two, and at every cut into two and three stages of one recording."""
     batches = BATCHES.get(name) or DEFAULT_BATCHES
     first = compare(build_of(name), batches, 2)
-    num_units = len(first.units)
+    if not first.units:
+        return [first]
+    seed_all(0)
+    chain = Chain(build_of(name)(), recorded_of(batches))
+    num_units = len(chain.units)
     cuts = [c for K in (1, 2) for c in itertools.combinations(range(1, num_units), K)]
     sizes = [[b - a for a, b in itertools.pairwise([0, *cut, num_units])] for cut in cuts]
-    return [first, *(compare(build_of(name), batches, s) for s in sizes)]
+    return [first, *(compare(build_of(name), batches, s, chain=chain) for s in sizes)]
 
 
 @pytest.mark.filterwarnings("ignore")

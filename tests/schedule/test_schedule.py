@@ -248,10 +248,9 @@ def test_a_process_does_its_stages_in_the_published_order(P, v, rounds):
 @pytest.mark.parametrize("v", [2, 3])
 def test_stages_that_share_processes_do_not_deadlock(P, v, fewer):
     """Whatever the groups, also where some processes have a stage less; a stop leaves out whole groups at the end."""
-    for M, N in itertools.product((1, 3, 4, 8), (8, 21, 27)):
+    for M, N in itertools.product((1, 3, 4, 8), (8, 27)):
         sizes = groups(N, M)
         pipeline, lists, turns = interleaved(P, v, M, sizes, fewer=fewer)
-        check_rendezvous(lists, turns=turns)
         check_rendezvous(lists, turns=turns, max_pending=max_pending_of(pipeline))
         assert sum(1 for _ in interleave(lists, turns=turns)) == sum(map(len, lists)) == sum(map(len, turns))
         shorter = actions_of(pipeline.num_stages, sizes[:1], pipeline.method)
@@ -313,9 +312,8 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
     name, options = variant
     first = {"flush_epochs": 1} if "flush_epochs" in METHODS[name].options else {}
     chosen = method(name, accumulation_steps=8, **options, **first)
-    for epoch, sizes in itertools.product((0, 1), ([8, 8, 8], [8, 3], [1] * 12)):
+    for epoch, sizes in itertools.product((0, 1) if first else (1,), ([8, 8, 8], [8, 3], [1] * 12)):
         made = actions_of(K, sizes, chosen, epoch=epoch)
-        check_rendezvous(made)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
         assert sum(1 for _ in interleave(made)) == sum(map(len, made))
 
@@ -330,7 +328,7 @@ def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
     first = data.draw(st.integers(0, 1))
     options = {"delay": delays, "weights": weights, "order": order, "flush_epochs": first, **split}
     chosen = method("adl", accumulation_steps=M, **options)
-    for epoch in (0, 1):
+    for epoch in range(first + 1):
         made = actions_of(K, groups(25, M), chosen, epoch=epoch)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
 
@@ -339,7 +337,7 @@ def on_every_edge(K, number):
     return {(link.what, k): number for link in LINKS.values() for k in range(K)}
 
 
-@pytest.mark.parametrize("K", range(2, 9))
+@pytest.mark.parametrize("K", [2, 5])
 def test_one_group_per_pair_or_too_few_sends_deadlock(K):
     """Why transport/ builds one process group per directed edge, and why there is no tighter bound on sends."""
     with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
@@ -348,8 +346,8 @@ def test_one_group_per_pair_or_too_few_sends_deadlock(K):
         check_rendezvous(actions_of(K, [1] * 20), max_pending=on_every_edge(K, 0))
 
 
-@pytest.mark.parametrize("K", range(2, 6))
-@pytest.mark.parametrize("name", ["adl", "1f1b", "gpipe", "fdg"])
+@pytest.mark.parametrize("K", [2, 5])
+@pytest.mark.parametrize("name", ["adl", "gpipe"])
 def test_a_send_from_a_gpu_that_left_with_the_next_one_deadlocks(name, K):
     """Why transport/staging.py has a thread: a send has to leave while its stage waits for a message."""
     with pytest.raises(ScheduleError, match="deadlock"):
@@ -380,7 +378,7 @@ def test_evaluation_visits_every_micro_batch_and_never_deadlocks(K):
 
 
 @every_variant
-@pytest.mark.parametrize("K", [2, 3, 5])
+@pytest.mark.parametrize("K", [2, 5])
 def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
     """Counted for each edge by itself, in the interleaving in which its receiver only moves when no other stage can."""
     name, options = variant
