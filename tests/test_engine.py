@@ -1,6 +1,5 @@
 """The engine under thousands of interleavings, with symbols in place of tensors: exact, and fast enough for so many."""
 
-import math
 import random
 import weakref
 from collections import deque
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from adl_dist import engine
 from adl_dist.engine import StageContext
@@ -210,73 +208,6 @@ def training_stage(*of_stage, epoch=0, **options):
     stage = Stage(*of_stage, **options)
     stage.begin(epoch, training=True)
     return stage
-
-
-@pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_a_delayed_backward_uses_the_weights_of_its_policy(weights):
-    """Two convolutions differentiated by hand: old activations, and W of the forward (stash) or of now (latest)."""
-    stage = conv_stage(weights)
-    x, dy = torch.randn(2, 3, 2, 2, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    old = [p.detach().clone() for p in stage.module.parameters()]
-    for b in range(3):
-        stage.forward(b, (x[b],), None)
-    stage.backward(0, (dy[0],))
-    stage.update()
-    new = [p.detach().clone() for p in stage.module.parameters()]
-    assert not torch.equal(old[1], new[1])
-    (dx,) = stage.backward(1, (dy[1],))
-    got = [g for g in (p.grad for p in stage.module.parameters()) if g is not None]
-
-    h = torch.conv2d(x[1], old[0], padding=1)  # what the forward saw, whatever the policy
-    used = old[1] if weights == "stash" else new[1]
-    dh = torch.nn.grad.conv2d_input(h.shape, used, dy[1], padding=1) * (h > 0)
-    expected_dx = torch.nn.grad.conv2d_input(x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1)
-    expected = [
-        torch.nn.grad.conv2d_weight(x[1], old[0].shape, dh, padding=1),
-        torch.nn.grad.conv2d_weight(h.relu(), old[1].shape, dy[1], padding=1),
-    ]
-    torch.testing.assert_close(dx, expected_dx, rtol=1e-12, atol=1e-12)
-
-    # The gradients are applied to the newest weights, whichever tensors they were collected on.
-    stage.update()
-    for p, w, g in zip(stage.module.parameters(), new, expected, strict=True):
-        torch.testing.assert_close(p.detach(), w - 0.5 * g, rtol=1e-12, atol=1e-12)
-    assert weights == "stash" or len(got) == 2
-
-
-def test_without_a_policy_autograd_refuses_the_delayed_backward():
-    """The reason why policies exist; it would vanish unseen if torch changed."""
-    stage = conv_stage("stash")
-    stage.forward(0, (X,), None)
-    for p in stage.module.parameters():
-        p.grad = torch.ones_like(p)
-    stage.optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stage.backward(0, (X,))
-
-
-def memory(tensor):
-    """A weak reference to the memory of ``tensor``; equal for the same memory, while that is alive."""
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-@pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 4)])
-def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
-    """Next to the present one."""
-    delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
-    stage = conv_stage("stash")
-    weight, versions, most = stage.module[0].weight, set(), 0
-    for tick in range(6 * delay):
-        versions.add(memory(weight))
-        stage.forward(tick, (X,), None)
-        if tick >= delay:
-            stage.backward(tick - delay, (X,))
-            if (tick - delay + 1) % M == 0:
-                stage.update()
-                versions.add(memory(weight))
-        versions = {version for version in versions if not version.expired()}
-        most = max(most, len(versions))
-    assert most == math.ceil(delay / M) + 1
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])

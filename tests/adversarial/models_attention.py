@@ -1,6 +1,5 @@
 """Attention and networks with a state over time, as popular models write them."""
 
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -78,19 +77,6 @@ def complex_rope_attention(self, h):
     return join(self, h, F.scaled_dot_product_attention(turned(q), turned(k), v))
 
 
-@block("tokens", norm=lambda: nn.LayerNorm(WIDTH), attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
-def torch_attention(self, h):
-    """torch's own, which returns a pair."""
-    y = self.norm(h)
-    y, weights = self.attention(y, y, y, need_weights=True)
-    return h + y * weights.amax(dim=-1, keepdim=True)
-
-
-@block_of("tokens")
-def encoder_layer():
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 12, dropout=0.0, batch_first=True, norm_first=True)
-
-
 @model("tokens", varies=False, embed=embedding(padding_idx=0), place=weight(1, TIME, WIDTH, scale=5.0),
        layers=several(3, Attention), norm=lambda: nn.LayerNorm(WIDTH), head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
 def padding_mask(self, words):
@@ -116,19 +102,6 @@ def latent_queries(self, words):
     z = z + self.between(z)
     h = h + self.outward(h, z, z, need_weights=False)[0]
     return self.head(h)
-
-
-@block("tokens", start=weight(1, 3, WIDTH, scale=1.0), key=linear(), query=linear(),
-       update=lambda: nn.GRUCell(WIDTH, WIDTH))  # fmt: skip
-def slot_attention(self, h):
-    """Three rounds through the same layers, the last of them with a gradient."""
-    slots = self.start.expand(h.shape[0], 3, WIDTH)
-    for turn in range(3):
-        slots = slots if turn < 2 else slots.detach()
-        weights = (self.query(slots) @ self.key(h).transpose(1, 2)).softmax(dim=1)
-        seen = weights @ h
-        slots = self.update(seen.reshape(-1, WIDTH), slots.reshape(-1, WIDTH)).reshape(slots.shape)
-    return h + weights.transpose(1, 2) @ slots
 
 
 @block("tokens", cell=lambda: nn.LSTMCell(WIDTH, WIDTH))

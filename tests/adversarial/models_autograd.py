@@ -131,13 +131,6 @@ def no_grad_in_the_middle():
     return chain(linear(6), nn.Tanh, Features, linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES))()
 
 
-@block(inner=linear(), probe=linear())
-def no_grad_within_forward(self, h):
-    with torch.no_grad():
-        seen = torch.tanh(self.probe(h))
-    return self.inner(h) * seen + h
-
-
 @model(enter=linear(6), a=linear(), b=linear(), head=chain(nn.Tanh, linear(WIDTH, NUM_CLASSES)))
 def autocasting(self, x):
     """A context of the model's own around a part of it."""

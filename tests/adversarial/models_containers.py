@@ -211,19 +211,6 @@ def by_methods(self, x):
 
 
 @block_of()
-class AliasedParameters(nn.Module):
-    """Registered, and kept in a plain list, too, which the forward reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.zeros(WIDTH))
-        self.kept = [self.weight, self.bias]
-
-    def forward(self, h):
-        return torch.tanh(F.linear(h, *self.kept))
-
-
-@block_of()
 class ClosureOverWeight(nn.Module):
     def __init__(self):
         super().__init__()

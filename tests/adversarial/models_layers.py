@@ -104,14 +104,6 @@ def act_norm(self, h):
     return (h + self.shift) * self.scale
 
 
-@block(weight=weight(WIDTH, WIDTH), average=buffer(lambda: torch.zeros(WIDTH, WIDTH)))
-def teacher_as_layer(self, h):
-    """An average of its own weights, which moves while earlier micro-batches need it for their backward."""
-    if self.training:
-        self.average.lerp_(self.weight.detach(), 0.2)
-    return torch.tanh(F.linear(h, self.weight)) + 0.1 * F.linear(h, self.average)
-
-
 @block(key=linear(), queue=buffer(lambda: torch.randn(12, WIDTH)),
        pointer=buffer(lambda: torch.zeros(1, dtype=torch.long)))  # fmt: skip
 def memory_bank(self, h):

@@ -106,18 +106,6 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
         assert max(told) - min(told) <= 1, "so the mean says what each place has"
 
 
-@pytest.mark.parametrize("order", ["forward_first", "backward_first"])
-@pytest.mark.parametrize("K", [2, 16])
-@pytest.mark.parametrize("M", [1, 2, 5, 12])
-def test_mean_staleness_is_delay_over_m(K, M, order):
-    """Backward first, every delay is one less, and so the mean staleness 1/M of an update less."""
-    pipeline = Pipeline(method("adl", accumulation_steps=M, order=order), K)
-    delays = [2 * (K - 1 - k) - (order == "backward_first" and k < K - 1) for k in range(K)]
-    told = [pipeline.steady_staleness(k) for k in range(K)]
-    assert list(map(statistics.mean, told)) == pytest.approx([d / M for d in delays])
-    assert list(map(max, told)) == [-(-d // M) for d in delays]
-
-
 # --- Any order ---------------------------------------------------------------------------------------------
 
 
@@ -393,21 +381,6 @@ def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
             if k == sender and action.op is op and 16 <= action.number < 24:
                 seen = max(seen, under_way)
         assert most[LINKS[op].what, sender] == seen, (op, sender)
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("K", [2, 4])
-def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
-    chosen = method(name, accumulation_steps=4)
-    limits = max_pending_of(Pipeline(chosen, K))
-    wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
-    wanted |= {("go", k) for k in range(1, K) if chosen.spec.forward_lock}
-    wanted |= {("label", k) for k in range(K - 1) if chosen.passes_targets}
-    assert wanted <= limits.keys()
-    if chosen.spec.local_losses:
-        assert set(limits.values()) == {Pipeline(chosen, K).max_pending}, "nothing comes back that could tell more"
-    else:
-        assert max(limits.values()) <= Pipeline(chosen, K).max_pending
 
 
 # --- Segments, printing, arguments -------------------------------------------------------------------------
