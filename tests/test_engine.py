@@ -268,19 +268,6 @@ def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     assert not torch.equal(reference[0], reference[1])
 
 
-def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():
-    shared = nn.Linear(3, 3, bias=False).double()
-    stage = training_stage(nn.Sequential(shared, nn.Tanh(), shared), 1, spec_of(3, sgd))
-    x = torch.ones(2, 3, dtype=torch.float64)
-    stage.forward(0, (x,), None)
-    stage.forward(1, (x,), None)
-    stage.backward(0, (x,))
-    stage.update()
-    assert stage.module[0].weight is stage.module[2].weight
-    assert len(list(stage.module.parameters())) == 1
-    assert next(iter(stage.optimizer.state)) is stage.module[0].weight
-
-
 class First(nn.Module):
     """Uses the first of two tensors only."""
 

@@ -61,7 +61,6 @@ def inputs_of(kind, num_samples):
         "images": numbers[:, : 3 * 36].reshape(-1, 3, 6, 6),
         "big_images": numbers.reshape(-1, 3, 12, 12),
         "pairs": numbers[:, :12].reshape(-1, 2, 6),
-        "series": numbers[:, : TIME * 6].reshape(-1, TIME, 6),
         "late_tokens": words.clamp(min=1),  # token 0 never comes
     }[kind]
 

@@ -65,18 +65,6 @@ def rope_attention(self, h):
     return join(self, h, F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v))
 
 
-@block("tokens", varies=False, **PROJECTIONS, turns=lambda: torch.polar(torch.ones(TIME, 2).double(), angles(TIME)))
-def complex_rope_attention(self, h):
-    """Llama's: queries and keys are turned as complex numbers, by a table that is no buffer."""
-
-    def turned(x):
-        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
-        return torch.view_as_real(z * self.turns).flatten(3)
-
-    q, k, v = heads(self, h)
-    return join(self, h, F.scaled_dot_product_attention(turned(q), turned(k), v))
-
-
 @model("tokens", varies=False, embed=embedding(padding_idx=0), place=weight(1, TIME, WIDTH, scale=5.0),
        layers=several(3, Attention), norm=lambda: nn.LayerNorm(WIDTH), head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
 def padding_mask(self, words):
@@ -133,11 +121,3 @@ def packed_sequence(self, words):
     packed = nn.utils.rnn.pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
     _, last = self.gru(packed)
     return self.head(last[-1])
-
-
-@model("series", enter=linear(6, WIDTH), rnn=lambda: nn.RNN(WIDTH, WIDTH, nonlinearity="relu"),
-       leave=chain(linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES)))  # fmt: skip
-def time_first(self, x):
-    """The first layers want the time in front of the batch."""
-    out, _ = self.rnn(self.enter(x).transpose(0, 1))
-    return self.leave(out[-1])

@@ -92,12 +92,6 @@ def argmax_in_the_middle():
     return chain(linear(6), nn.Tanh, linear(), Codes, linear(), nn.Tanh, linear(WIDTH, 5))()
 
 
-@block(a=linear(), b=linear())
-def detaches(self, h):
-    """One way detached, others with a gradient."""
-    return torch.tanh(self.a(h.detach())) + self.b(torch.tanh(h)).detach() + h
-
-
 @model(enter=linear(6), side=linear(), middle=chain(nn.Tanh, linear(), nn.Tanh, linear()),
        probe=linear(WIDTH, NUM_CLASSES), head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
 def detached_branch(self, x):

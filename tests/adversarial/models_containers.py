@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.adversarial.cases import NUM_CLASSES, WIDTH, block, block_of, chain, linear, model, model_of, several, weight
+from tests.adversarial.cases import NUM_CLASSES, WIDTH, block, chain, linear, model, model_of, several, weight
 
 
 class Fork(nn.Module):
@@ -143,19 +143,6 @@ def many_containers(self, x):
 
 
 @model_of()
-class LastTwice(nn.Module):
-    """One layer under two names, as ``self.head = self.layers[-1]`` leaves it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)])
-        self.head = self.layers[-1]
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.layers[1](torch.tanh(self.layers[0](x)))))
-
-
-@model_of()
 def shared_twice():
     """One layer at two places of a chain, and one matrix in two neighbours."""
     shared, a, b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -208,18 +195,6 @@ def by_methods(self, x):
     """Children are called by methods of their own, not as functions."""
     z = self.codec.encode(self.enter.forward(x))
     return self.leave(self.codec.decode(z * 2))
-
-
-@block_of()
-class ClosureOverWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        weight = self.inner.weight
-        self.penalty = lambda h: h * weight.mean()
-
-    def forward(self, h):
-        return self.inner(h) + self.penalty(h)
 
 
 class Untied(nn.Module):

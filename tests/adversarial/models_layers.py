@@ -118,18 +118,6 @@ def memory_bank(self, h):
     return out
 
 
-@block(codes=buffer(lambda: torch.randn(6, WIDTH)), counts=buffer(lambda: torch.ones(6)))
-def vector_quantiser(self, h):
-    """VQ-VAE: the nearest code is handed on, its gradient passes straight through; codes are averages in a buffer."""
-    nearest = torch.cdist(h, self.codes).argmin(dim=1)
-    chosen = self.codes[nearest]
-    if self.training:
-        hot = F.one_hot(nearest, 6).to(h.dtype)
-        self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-        self.codes.mul_(0.9).add_((hot.T @ h.detach()) / self.counts[:, None], alpha=0.1)
-    return h + (chosen - h).detach()
-
-
 @model_of()
 def partly_frozen():
     """Some layers all frozen, some by half; only a bias learns in another."""
@@ -199,15 +187,6 @@ def up_and_down(self, x):
     z = F.interpolate(low[:, :4], size=x.shape[-2:], mode="bilinear", align_corners=False)
     patches = F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1)
     return y + z + self.up(low[:, 4:]) + patches / 9
-
-
-@model("big_images", varies=False, conv1=lambda: nn.Conv2d(3, 4, 3), conv2=lambda: nn.Conv2d(4, 4, 3), fc1=linear(64),
-       fc2=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def functional_net(self, x):
-    """Functions between layers, and sizes in a starred shape."""
-    x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
-    x = x.reshape(*x.shape[:1], int(x.shape[1]) * x.shape[-1] * x.shape[-2])
-    return self.fc2(F.dropout(F.relu(self.fc1(x)), 0.0, self.training))
 
 
 @block()

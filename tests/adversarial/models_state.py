@@ -112,14 +112,6 @@ def steps_in_buffer(self, h):
     return self.inner(h - self.mean) * (1.0 / (1.0 + 0.1 * self.steps))
 
 
-@block(inner=linear(), mean=buffer(zeros, persistent=False))
-def unsaved_buffer(self, h):
-    """A buffer that moves and is not saved."""
-    if self.training:
-        self.mean.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
-    return self.inner(h - self.mean)
-
-
 @block(inner=linear(), last=lambda: None)
 def remembers_the_last(self, h):
     """The mean of the micro-batch before is added to this one."""
@@ -146,24 +138,6 @@ class CachedProperty(Inner):
 
     def forward(self, h):
         return torch.tanh(F.linear(h, self.inner.weight * self.mask, self.inner.bias))
-
-
-@model_of()
-class RenamesItsState(nn.Module):
-    """A hook gives the entries of the state_dict other names, as wrappers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = chain(linear(6), nn.Tanh, linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES))()
-        self.register_state_dict_post_hook(self.rename)
-
-    @staticmethod
-    def rename(module, state, prefix, _):
-        for name in list(state):
-            state[name.replace("inside.", "")] = state.pop(name)
-
-    def forward(self, x):
-        return self.inside(x)
 
 
 # --- Shared memory -----------------------------------------------------------------------------------------------
@@ -349,13 +323,6 @@ def dropout_path(self, h):
 @block_of()
 def dropouts():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2), nn.RReLU(), nn.Dropout(0.3, inplace=True))
-
-
-@block()
-def noise_without_input(self, h):
-    """Drawn from nothing that comes in."""
-    noise = torch.randn(WIDTH, dtype=torch.float64) if self.training else torch.zeros(WIDTH, dtype=torch.float64)
-    return self.inner(h) * (1 + 0.3 * noise)
 
 
 @block()

@@ -48,20 +48,6 @@ def named():
 optim = torch.optim
 
 
-class Lion(Optimizer):
-    def __init__(self, params, lr=1e-2, beta=0.9):
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    p.add_(torch.sign(mean * 0.9 + p.grad * 0.1), alpha=-group["lr"])
-                    mean.mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
-
-
 class Lookahead(Optimizer):
     """Slow weights that follow every third step; the inner optimizer is an attribute, the count, too."""
 
@@ -261,7 +247,6 @@ OPTIMIZERS = {
     "muon_for_matrices": of(Muon, rest_options={"eps": 1e-3}),
     "muon_and_sgd": of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}),
     "muon_partly_frozen": of(Muon, rest="sgd"),
-    "lion": Lion,
     "schedule_free": ScheduleFree,
     "shampoo": Shampoo,
     "replaces_data": of(ReplacesData, lr=0.1),

@@ -32,6 +32,7 @@ TIMM: dict[str, dict[str, Any]] = {
         "embed_dim": 24,
         "num_heads": (1, 2, 2, 4),
     },
+    "convnext_atto": {"depths": (1, 1, 2, 1)},
     "densenet121": {"block_config": (2, 2, 2, 2)},
 }
 SMALL_IMAGES = """
@@ -39,7 +40,7 @@ botnet26t_256 coat_lite_tiny coatnet_nano_rw_224 convit_tiny efficientvit_m0 gcv
 lambda_resnet26t mixer_s32_224 mvitv2_tiny nest_tiny pit_ti_224 resmlp_12_224 visformer_tiny xcit_nano_12_p16_224
 """
 AS_THEY_ARE = """
-caformer_s18 convnext_atto crossvit_9_240 cs3darknet_s davit_tiny dla60x_c dpn48b edgenext_xx_small efficientformer_l1
+caformer_s18 crossvit_9_240 cs3darknet_s davit_tiny dla60x_c dpn48b edgenext_xx_small efficientformer_l1
 efficientformerv2_s0 efficientnet_b0 efficientvit_b0 ese_vovnet19b_slim fasternet_t0 fastvit_t8 focalnet_tiny_srf
 ghostnet_050 hgnetv2_b0 hrnet_w18_small inception_next_atto lcnet_050 legacy_seresnet18 levit_128s mambaout_femto
 mnasnet_small mobilenetv3_small_050 mobilevit_xxs poolformer_s12 pvt_v2_b0 regnetx_002 repvit_m0_9 res2net50_26w_4s

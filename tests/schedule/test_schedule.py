@@ -334,14 +334,6 @@ def test_one_group_per_pair_or_too_few_sends_deadlock(K):
         check_rendezvous(actions_of(K, [1] * 20), max_pending=on_every_edge(K, 0))
 
 
-@pytest.mark.parametrize("K", [2, 5])
-@pytest.mark.parametrize("name", ["adl", "gpipe"])
-def test_a_send_from_a_gpu_that_left_with_the_next_one_deadlocks(name, K):
-    """Why transport/staging.py has a thread: a send has to leave while its stage waits for a message."""
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check_rendezvous(actions_of(K, [2] * 8, method(name, accumulation_steps=2)), leaves_with_the_next=True)
-
-
 @pytest.mark.parametrize(
     ("name", "delay", "ahead"),
     [("adl", None, [2, 2, 2]), ("adl", [7, 0], [7]), ("adl", [9, 5, 4, 0], [4, 2, 4]), ("1f1b", None, [2, 2, 2])],
