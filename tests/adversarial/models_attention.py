@@ -11,7 +11,6 @@ from tests.adversarial.cases import (
     block,
     block_of,
     buffer,
-    chain,
     embedding,
     linear,
     model,
@@ -75,21 +74,6 @@ def padding_mask(self, words):
         h = layer(h).masked_fill(padding[..., None], 0.0)
     real = (~padding).sum(dim=1, keepdim=True)
     return self.head(self.norm(h).sum(dim=1) / real.clamp(min=1))
-
-
-@model("tokens", embed=embedding(), latents=weight(4, WIDTH, scale=1.0),
-       inward=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
-       between=chain(lambda: nn.LayerNorm(WIDTH), linear(), nn.GELU),
-       outward=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
-       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def latent_queries(self, words):
-    """A perceiver: learned queries, expanded to the batch, look at the input; the input looks at them."""
-    h = self.embed(words)
-    z = self.latents.expand(words.shape[0], -1, -1)
-    z = z + self.inward(z, h, h, need_weights=False)[0]
-    z = z + self.between(z)
-    h = h + self.outward(h, z, z, need_weights=False)[0]
-    return self.head(h)
 
 
 @block("tokens", cell=lambda: nn.LSTMCell(WIDTH, WIDTH))

@@ -8,17 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block, block_of, chain, linear, model, model_of, several
 
 
-class Reversal(Function):
-    @staticmethod
-    def forward(ctx, x, strength):
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -ctx.strength * grad, None
-
-
 class OwnLinear(Function):
     @staticmethod
     def forward(x, weight):
@@ -45,11 +34,6 @@ class InPlaceScale(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 1.5
-
-
-@block()
-def gradient_reversal(self, h):
-    return h + torch.tanh(self.inner(Reversal.apply(h, 0.3)))
 
 
 @block()

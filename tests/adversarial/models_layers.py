@@ -128,14 +128,6 @@ def partly_frozen():
     return net
 
 
-@model_of()
-def frozen_back():
-    """The last half learns nothing, but passes a gradient on to the first."""
-    net = chain(linear(6), nn.Tanh, linear(), nn.Tanh, linear(), lambda: nn.BatchNorm1d(WIDTH), linear(WIDTH, 5))()
-    net[3:].requires_grad_(False)
-    return net
-
-
 @block(weight=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128) / 4))
 def complex_parameters(self, h):
     return (h.to(torch.complex128) @ self.weight).imag + h

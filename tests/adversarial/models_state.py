@@ -2,7 +2,6 @@
 
 import functools
 import random
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -128,18 +127,6 @@ def keeps_its_map(self, h):
     return h * self.map
 
 
-@block_of()
-class CachedProperty(Inner):
-    """A mask that is made when it is first needed."""
-
-    @cached_property
-    def mask(self):
-        return torch.linspace(0.5, 1.5, WIDTH, dtype=self.inner.weight.dtype)
-
-    def forward(self, h):
-        return torch.tanh(F.linear(h, self.inner.weight * self.mask, self.inner.bias))
-
-
 # --- Shared memory -----------------------------------------------------------------------------------------------
 
 
@@ -159,15 +146,6 @@ def shared_buffer():
     """Two layers follow one average; who moves it first must not depend on the pipeline."""
     follows = functools.partial(Follows, torch.zeros(WIDTH, dtype=torch.float64))
     return chain(linear(6), follows, nn.Tanh, linear(), follows, linear(WIDTH, NUM_CLASSES))()
-
-
-@model(a=linear(6), b=linear(), c=linear(), norm=lambda: nn.BatchNorm1d(WIDTH, affine=False),
-       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def shared_norm(self, x):
-    """One norm without weights at two places: no parameter ties them, only running statistics."""
-    h = torch.tanh(self.norm(self.a(x)))
-    h = torch.tanh(self.c(torch.tanh(self.b(h))))
-    return self.head(self.norm(h))
 
 
 class Consistency(nn.Module):

@@ -210,14 +210,6 @@ def split_by_shape(params):
     return optim.SGD([group for group in groups if group["params"]], lr=0.05, momentum=0.9)
 
 
-def added_later(params):
-    first, *others = list(params)
-    it = optim.SGD([first], lr=0.05, momentum=0.5)
-    for p in others:
-        it.add_param_group({"params": [p], "momentum": 0.9})
-    return it
-
-
 def filtering(params):
     return optim.SGD(filter(lambda p: p.requires_grad, params), lr=0.05, momentum=0.9)
 
@@ -255,7 +247,6 @@ OPTIMIZERS = {
     "step_hook": averaged,
     "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
     "split_by_shape": split_by_shape,
-    "added_later": added_later,
     "filtering": filtering,
     "by_name": by_name,
     "lbfgs": of(optim.LBFGS, lr=0.1),
