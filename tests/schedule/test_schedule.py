@@ -109,7 +109,7 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
 # --- Any order ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
     """A forward sees the groups that end d micro-batches before; at most d + 1 are in flight, and at last as many."""
@@ -273,12 +273,12 @@ def drawn_split(name, seed):
 @pytest.mark.parametrize("name", MAY_SPLIT)
 def test_what_repeats_is_what_the_whole_simulation_does(name):
     num_repeated = 0
-    for seed in range(12):
+    for seed in range(8):
         pipeline, sizes = drawn_split(name, seed)
         num_repeated += simulated(pipeline, sizes)[0][1] is not None
         whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
         assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
-    assert num_repeated > 4
+    assert num_repeated > 2
 
 
 @pytest.mark.parametrize(("delay", "M"), [("third", 1), ("decoupled", 4)])
