@@ -1,6 +1,5 @@
 """The engine under thousands of interleavings, with symbols in place of tensors: exact, and fast enough for so many."""
 
-import math
 import random
 import weakref
 from collections import deque
@@ -9,7 +8,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from adl_dist import engine
 from adl_dist.engine import StageContext
@@ -212,73 +210,6 @@ def training_stage(*of_stage, epoch=0, **options):
     return stage
 
 
-@pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_a_delayed_backward_uses_the_weights_of_its_policy(weights):
-    """Two convolutions differentiated by hand: old activations, and W of the forward (stash) or of now (latest)."""
-    stage = conv_stage(weights)
-    x, dy = torch.randn(2, 3, 2, 2, 5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    old = [p.detach().clone() for p in stage.module.parameters()]
-    for b in range(3):
-        stage.forward(b, (x[b],), None)
-    stage.backward(0, (dy[0],))
-    stage.update()
-    new = [p.detach().clone() for p in stage.module.parameters()]
-    assert not torch.equal(old[1], new[1])
-    (dx,) = stage.backward(1, (dy[1],))
-    got = [g for g in (p.grad for p in stage.module.parameters()) if g is not None]
-
-    h = torch.conv2d(x[1], old[0], padding=1)  # what the forward saw, whatever the policy
-    used = old[1] if weights == "stash" else new[1]
-    dh = torch.nn.grad.conv2d_input(h.shape, used, dy[1], padding=1) * (h > 0)
-    expected_dx = torch.nn.grad.conv2d_input(x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1)
-    expected = [
-        torch.nn.grad.conv2d_weight(x[1], old[0].shape, dh, padding=1),
-        torch.nn.grad.conv2d_weight(h.relu(), old[1].shape, dy[1], padding=1),
-    ]
-    torch.testing.assert_close(dx, expected_dx, rtol=1e-12, atol=1e-12)
-
-    # The gradients are applied to the newest weights, whichever tensors they were collected on.
-    stage.update()
-    for p, w, g in zip(stage.module.parameters(), new, expected, strict=True):
-        torch.testing.assert_close(p.detach(), w - 0.5 * g, rtol=1e-12, atol=1e-12)
-    assert weights == "stash" or len(got) == 2
-
-
-def test_without_a_policy_autograd_refuses_the_delayed_backward():
-    """The reason why policies exist; it would vanish unseen if torch changed."""
-    stage = conv_stage("stash")
-    stage.forward(0, (X,), None)
-    for p in stage.module.parameters():
-        p.grad = torch.ones_like(p)
-    stage.optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stage.backward(0, (X,))
-
-
-def memory(tensor):
-    """A weak reference to the memory of ``tensor``; equal for the same memory, while that is alive."""
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-@pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 4)])
-def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
-    """Next to the present one."""
-    delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
-    stage = conv_stage("stash")
-    weight, versions, most = stage.module[0].weight, set(), 0
-    for tick in range(6 * delay):
-        versions.add(memory(weight))
-        stage.forward(tick, (X,), None)
-        if tick >= delay:
-            stage.backward(tick - delay, (X,))
-            if (tick - delay + 1) % M == 0:
-                stage.update()
-                versions.add(memory(weight))
-        versions = {version for version in versions if not version.expired()}
-        most = max(most, len(versions))
-    assert most == math.ceil(delay / M) + 1
-
-
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
 def test_a_stage_whose_parameters_are_all_frozen_is_updated_too(weights):
     """Nothing of it changes, but micro-batches in flight hold its version."""
@@ -335,19 +266,6 @@ def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     for other in (masks(1, 0, 1), masks(0, 1, 1), masks(0, 0, 2)):
         assert not torch.equal(other[0], reference[0])
     assert not torch.equal(reference[0], reference[1])
-
-
-def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():
-    shared = nn.Linear(3, 3, bias=False).double()
-    stage = training_stage(nn.Sequential(shared, nn.Tanh(), shared), 1, spec_of(3, sgd))
-    x = torch.ones(2, 3, dtype=torch.float64)
-    stage.forward(0, (x,), None)
-    stage.forward(1, (x,), None)
-    stage.backward(0, (x,))
-    stage.update()
-    assert stage.module[0].weight is stage.module[2].weight
-    assert len(list(stage.module.parameters())) == 1
-    assert next(iter(stage.optimizer.state)) is stage.module[0].weight
 
 
 class First(nn.Module):

@@ -37,9 +37,7 @@ def test_links_are_read_in_the_units_of_tc_or_in_bytes(text, bandwidth, latency)
 def test_a_list_of_links_has_one_for_each_cut():
     two = parse_links("1gbit,1ms/1gbit,1ms", LINKS)
     assert two.for_stages(3, LINKS) is two
-    with pytest.raises(
-        ConfigError, match=r"PartitionSpec\(links=...\) describes 2 links, but 4 stages have 3; give one, that of each"
-    ):
+    with pytest.raises(ConfigError, match="describes 2 links, but 4 stages have 3; give one, that of each"):
         two.for_stages(4, LINKS)
 
 

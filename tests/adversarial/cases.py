@@ -20,7 +20,6 @@ class Case:
     Attributes:
         varies: inputs may have several lengths, or heights.
         size: samples of a micro-batch.
-        even: it takes an even number of samples only.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Case:
     data: str = "vectors"
     varies: bool = True
     size: int = 3
-    even: bool = False
 
     def model(self):
         """Return a new model, the same every time; all global streams begin again."""
@@ -39,7 +37,7 @@ class Case:
 
     def batches(self):
         """Return four micro-batches of different sizes, and of different lengths if it takes them."""
-        sizes = (8, 6, 8, 4) if self.even else (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
+        sizes = (8, 7, 5, 8) if self.size == 8 else (3, 2, 4, 3)
         inputs = inputs_of(self.data, sum(sizes)).split(sizes)
         if not self.varies or self.data in ("vectors", "pairs"):
             return list(inputs)
@@ -49,7 +47,7 @@ class Case:
 
     def dataset(self):
         """Return samples for a trainer; the last micro-batch is smaller."""
-        inputs = inputs_of(self.data, 22 if self.even else 23)
+        inputs = inputs_of(self.data, 23)
         return TensorDataset(inputs, torch.zeros(len(inputs)))
 
 
@@ -63,7 +61,6 @@ def inputs_of(kind, num_samples):
         "images": numbers[:, : 3 * 36].reshape(-1, 3, 6, 6),
         "big_images": numbers.reshape(-1, 3, 12, 12),
         "pairs": numbers[:, :12].reshape(-1, 2, 6),
-        "series": numbers[:, : TIME * 6].reshape(-1, TIME, 6),
         "late_tokens": words.clamp(min=1),  # token 0 never comes
     }[kind]
 
@@ -96,15 +93,15 @@ def block_of(data="vectors", *, name=None, **options):
     return register
 
 
-def model(data="vectors", *, varies=True, size=3, even=False, **parts):
+def model(data="vectors", *, varies=True, size=3, **parts):
     """Register a model by its forward and its ``parts``: modules, parameters and buffers, each by what makes it."""
-    options = {"varies": varies, "size": size, "even": even}
+    options = {"varies": varies, "size": size}
     return lambda forward: model_of(data, name=forward.__name__, **options)(with_forward(forward, parts))
 
 
-def block(data="vectors", *, varies=True, size=3, even=False, **parts):
+def block(data="vectors", *, varies=True, size=3, **parts):
     """Register a block in the same way; without parts it has a linear layer ``inner``."""
-    options = {"varies": varies, "size": size, "even": even}
+    options = {"varies": varies, "size": size}
     made_of = parts or {"inner": linear()}
     return lambda forward: block_of(data, name=forward.__name__, **options)(with_forward(forward, made_of))
 

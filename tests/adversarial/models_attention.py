@@ -1,7 +1,5 @@
 """Attention and networks with a state over time, as popular models write them."""
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +11,6 @@ from tests.adversarial.cases import (
     block,
     block_of,
     buffer,
-    chain,
     embedding,
     linear,
     model,
@@ -49,31 +46,6 @@ class Attention(nn.Module):
 block_of("tokens")(Attention)
 
 
-@block("tokens", **PROJECTIONS, slopes=buffer(lambda: torch.tensor([0.5, 0.25])))
-def alibi_attention(self, h):
-    """The slopes are a buffer, the distances are made for the length of the input."""
-    q, k, v = heads(self, h)
-    place = torch.arange(h.shape[1])
-    bias = -(place[None, :] - place[:, None]).abs() * self.slopes[:, None, None]
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias
-    return join(self, h, scores.softmax(-1) @ v)
-
-
-def distances():
-    place = torch.arange(TIME)
-    return place[:, None] - place[None, :] + TIME - 1
-
-
-@block("tokens", varies=False, **PROJECTIONS, table=weight(2 * TIME - 1, HEADS, scale=5.0),
-       index=buffer(distances, persistent=False))  # fmt: skip
-def relative_bias_attention(self, h):
-    """Swin's: a table of biases, read by an index that is a buffer."""
-    q, k, v = heads(self, h)
-    bias = self.table[self.index.view(-1)].view(TIME, TIME, -1).permute(2, 0, 1).contiguous()
-    attn = (q * OF_HEAD**-0.5) @ k.transpose(-2, -1) + bias.unsqueeze(0)
-    return join(self, h, attn.softmax(dim=-1) @ v)
-
-
 def angles(num):
     return torch.outer(torch.arange(num).double(), 1.0 / 100 ** (torch.arange(0, OF_HEAD, 2).double() / OF_HEAD))
 
@@ -92,31 +64,6 @@ def rope_attention(self, h):
     return join(self, h, F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v))
 
 
-@block("tokens", varies=False, **PROJECTIONS, turns=lambda: torch.polar(torch.ones(TIME, 2).double(), angles(TIME)))
-def complex_rope_attention(self, h):
-    """Llama's: queries and keys are turned as complex numbers, by a table that is no buffer."""
-
-    def turned(x):
-        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
-        return torch.view_as_real(z * self.turns).flatten(3)
-
-    q, k, v = heads(self, h)
-    return join(self, h, F.scaled_dot_product_attention(turned(q), turned(k), v))
-
-
-@block("tokens", norm=lambda: nn.LayerNorm(WIDTH), attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True))
-def torch_attention(self, h):
-    """torch's own, which returns a pair."""
-    y = self.norm(h)
-    y, weights = self.attention(y, y, y, need_weights=True)
-    return h + y * weights.amax(dim=-1, keepdim=True)
-
-
-@block_of("tokens")
-def encoder_layer():
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 12, dropout=0.0, batch_first=True, norm_first=True)
-
-
 @model("tokens", varies=False, embed=embedding(padding_idx=0), place=weight(1, TIME, WIDTH, scale=5.0),
        layers=several(3, Attention), norm=lambda: nn.LayerNorm(WIDTH), head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
 def padding_mask(self, words):
@@ -127,47 +74,6 @@ def padding_mask(self, words):
         h = layer(h).masked_fill(padding[..., None], 0.0)
     real = (~padding).sum(dim=1, keepdim=True)
     return self.head(self.norm(h).sum(dim=1) / real.clamp(min=1))
-
-
-@model("tokens", embed=embedding(), latents=weight(4, WIDTH, scale=1.0),
-       inward=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
-       between=chain(lambda: nn.LayerNorm(WIDTH), linear(), nn.GELU),
-       outward=lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
-       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def latent_queries(self, words):
-    """A perceiver: learned queries, expanded to the batch, look at the input; the input looks at them."""
-    h = self.embed(words)
-    z = self.latents.expand(words.shape[0], -1, -1)
-    z = z + self.inward(z, h, h, need_weights=False)[0]
-    z = z + self.between(z)
-    h = h + self.outward(h, z, z, need_weights=False)[0]
-    return self.head(h)
-
-
-@block("tokens", start=weight(1, 3, WIDTH, scale=1.0), key=linear(), query=linear(),
-       update=lambda: nn.GRUCell(WIDTH, WIDTH))  # fmt: skip
-def slot_attention(self, h):
-    """Three rounds through the same layers, the last of them with a gradient."""
-    slots = self.start.expand(h.shape[0], 3, WIDTH)
-    for turn in range(3):
-        slots = slots if turn < 2 else slots.detach()
-        weights = (self.query(slots) @ self.key(h).transpose(1, 2)).softmax(dim=1)
-        seen = weights @ h
-        slots = self.update(seen.reshape(-1, WIDTH), slots.reshape(-1, WIDTH)).reshape(slots.shape)
-    return h + weights.transpose(1, 2) @ slots
-
-
-@model("images", varies=False, patches=lambda: nn.Conv2d(3, WIDTH, 2, stride=2), token=weight(1, 1, WIDTH),
-       places=weight(1, 10, WIDTH, scale=5.0), blocks=several(3, Attention), norm=lambda: nn.LayerNorm(WIDTH),
-       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def class_token(self, x):
-    """A vision transformer: patches by a convolution, a token of the class in front."""
-    h = self.patches(x).flatten(2).transpose(1, 2)
-    h = torch.cat((self.token.expand(h.shape[0], -1, -1), h), dim=1)
-    h = h + self.places
-    for layer in self.blocks:
-        h = layer(h)
-    return self.head(self.norm(h)[:, 0])
 
 
 @block("tokens", cell=lambda: nn.LSTMCell(WIDTH, WIDTH))
@@ -199,11 +105,3 @@ def packed_sequence(self, words):
     packed = nn.utils.rnn.pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
     _, last = self.gru(packed)
     return self.head(last[-1])
-
-
-@model("series", enter=linear(6, WIDTH), rnn=lambda: nn.RNN(WIDTH, WIDTH, nonlinearity="relu"),
-       leave=chain(linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES)))  # fmt: skip
-def time_first(self, x):
-    """The first layers want the time in front of the batch."""
-    out, _ = self.rnn(self.enter(x).transpose(0, 1))
-    return self.leave(out[-1])

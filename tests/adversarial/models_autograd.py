@@ -8,17 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block, block_of, chain, linear, model, model_of, several
 
 
-class Reversal(Function):
-    @staticmethod
-    def forward(ctx, x, strength):
-        ctx.strength = strength
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -ctx.strength * grad, None
-
-
 class OwnLinear(Function):
     @staticmethod
     def forward(x, weight):
@@ -45,11 +34,6 @@ class InPlaceScale(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 1.5
-
-
-@block()
-def gradient_reversal(self, h):
-    return h + torch.tanh(self.inner(Reversal.apply(h, 0.3)))
 
 
 @block()
@@ -92,12 +76,6 @@ def argmax_in_the_middle():
     return chain(linear(6), nn.Tanh, linear(), Codes, linear(), nn.Tanh, linear(WIDTH, 5))()
 
 
-@block(a=linear(), b=linear())
-def detaches(self, h):
-    """One way detached, others with a gradient."""
-    return torch.tanh(self.a(h.detach())) + self.b(torch.tanh(h)).detach() + h
-
-
 @model(enter=linear(6), side=linear(), middle=chain(nn.Tanh, linear(), nn.Tanh, linear()),
        probe=linear(WIDTH, NUM_CLASSES), head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
 def detached_branch(self, x):
@@ -129,13 +107,6 @@ class Features(Inner):
 def no_grad_in_the_middle():
     """A frozen feature extractor under no_grad in a block, trained layers in front of it that learn nothing."""
     return chain(linear(6), nn.Tanh, Features, linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES))()
-
-
-@block(inner=linear(), probe=linear())
-def no_grad_within_forward(self, h):
-    with torch.no_grad():
-        seen = torch.tanh(self.probe(h))
-    return self.inner(h) * seen + h
 
 
 @model(enter=linear(6), a=linear(), b=linear(), head=chain(nn.Tanh, linear(WIDTH, NUM_CLASSES)))
@@ -262,10 +233,6 @@ HOOKS = {
         lambda module, args, kwargs, out: out + args[0], with_kwargs=True
     ),
     "backward_hook": lambda it: it.inner.register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,)),
-    "backward_pre_hook": lambda it: it.inner.register_full_backward_pre_hook(
-        lambda module, out: (out[0].clamp(-0.01, 0.01),)
-    ),
-    "hook_of_the_block": lambda it: it.register_forward_hook(lambda module, given, out: out * 0.8),
     "pre_hook_of_the_block": lambda it: it.register_forward_pre_hook(lambda module, given: (given[0] * 1.1,)),
     "backward_hook_of_the_block": lambda it: it.register_full_backward_hook(lambda module, into, out: (into[0] * 0.3,)),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.adversarial.cases import NUM_CLASSES, WIDTH, block, block_of, chain, linear, model, model_of, several, weight
+from tests.adversarial.cases import NUM_CLASSES, WIDTH, block, chain, linear, model, model_of, several, weight
 
 
 class Fork(nn.Module):
@@ -71,14 +71,11 @@ class Bag(dict):
 PACKS = {
     "pair": (lambda a, b: (a, b), lambda t: t),
     "nested_tuple": (lambda a, b: (a, (b, a.sum(1))), lambda t: (t[0], t[1][0] * t[1][1][:, None])),
-    "list_of_one": (lambda a, b: (a, [b]), lambda t: (t[0], t[1][0])),
     "ordered_dictionary": (lambda a, b: OrderedDict(z=a, b=b), lambda t: (t["z"], t["b"])),
     "dictionary_of_lists": (lambda a, b: {"both": [a, b], "sum": (a.sum(1),)}, lambda t: t["both"]),
-    "integer_keys": (lambda a, b: {1: a, 0: b}, lambda t: (t[1], t[0])),
     "same_tensor_twice": (lambda a, b: (a, a, b), lambda t: (t[0] * 0.5, t[1] + t[2])),
     "twin_in_a_list": (lambda a, b: (lambda y: (y, [y]))(a + b), lambda t: (t[0], t[1][0])),
     "with_integers": (lambda a, b: (a, b, a.argmax(1)), lambda t: (t[0], t[1] + F.one_hot(t[2], WIDTH))),
-    "with_booleans": (lambda a, b: (a, b, a > 0), lambda t: (t[0], torch.where(t[2], t[1], 0.5 * t[1]))),
     "part_of_another": (lambda a, b: (a, b, b[:, :4]), lambda t: (t[0], t[1] + t[2].repeat(1, 2))),
     "transposed": (lambda a, b: (a[:, :, None].expand(-1, -1, 3).transpose(1, 2), b), lambda t: (t[0].mean(1), t[1])),
     "complex": (lambda a, b: torch.complex(a, b), lambda z: (z.real, z.imag.abs())),
@@ -87,15 +84,12 @@ PACKS = {
     "with_float": (lambda a, b: (a, 0.5, b), lambda t: (t[0] * t[1], t[2])),
     "with_string": (lambda a, b: {"a": a, "b": b, "kind": "x"}, lambda t: (t["a"], t["b"])),
     "with_shape": (lambda a, b: (a, b, a.shape), lambda t: (t[0].view(t[2]), t[1])),
-    "with_scalar": (lambda a, b: (a, b, a.mean()), lambda t: (t[0] * t[2], t[1])),
     "batch_second": (lambda a, b: (a.T.contiguous(), b), lambda t: (t[0].T, t[1])),
-    "empty_list": (lambda a, b: (a, b, []), lambda t: (t[0], t[1])),
     "named_tuple": (lambda a, b: Both(a, b), lambda t: (t.a, t.b)),
     "dataclass": (lambda a, b: Fields(a, b), lambda t: (t.a, t.b)),
     "subclass_of_dict": (lambda a, b: Bag(a=a, b=b), lambda t: (t.a, t["b"])),
     "changing_float": (lambda a, b: (a, b, float(a.detach().mean())), lambda t: (t[0] * (1 + t[2]), t[1])),
     "batch_size": (lambda a, b: (a, b, len(a)), lambda t: (t[0] / t[2], t[1])),
-    "mode": (lambda a, b: (a, b, torch.is_grad_enabled()), lambda t: (t[0] * (1.0 if t[2] else 0.5), t[1])),
     "changing_structure": (
         lambda a, b: (a, b) if len(a) == 3 else {"a": a, "b": b},
         lambda t: (t[0], t[1]) if isinstance(t, tuple) else (t["a"], t["b"] * 2),
@@ -116,15 +110,6 @@ PACKS = {
 
 for name, way in PACKS.items():
     model_of(name=f"hands_on_{name}")(functools.partial(packed, *way))
-
-
-@model(enter=linear(6), middle=chain(nn.Tanh, linear(), nn.Tanh), side=linear(WIDTH, NUM_CLASSES),
-       main=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def dictionary_out(self, x):
-    """Two heads, one of them at half the way; the loss takes a dictionary."""
-    h = self.enter(x)
-    side = self.side(h)
-    return {"main": self.main(self.middle(h)), "side": side}
 
 
 @model(enter=chain(linear(6), lambda: nn.BatchNorm1d(WIDTH), nn.ReLU), middle=chain(linear(), nn.ReLU),
@@ -155,35 +140,6 @@ def many_containers(self, x):
     for layer in self.nest["inner"]:
         h = layer(h) + self.shifts.last
     return self.head(h)
-
-
-@block_of()
-class ListOfParts(nn.Module):
-    """Modules registered by hand, kept in a plain list, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        for i, part in enumerate(self.parts):
-            self.add_module(f"part{i}", part)
-
-    def forward(self, h):
-        for part in self.parts:
-            h = torch.tanh(part(h))
-        return h
-
-
-@model_of()
-class LastTwice(nn.Module):
-    """One layer under two names, as ``self.head = self.layers[-1]`` leaves it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)])
-        self.head = self.layers[-1]
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.layers[1](torch.tanh(self.layers[0](x)))))
 
 
 @model_of()
@@ -239,31 +195,6 @@ def by_methods(self, x):
     """Children are called by methods of their own, not as functions."""
     z = self.codec.encode(self.enter.forward(x))
     return self.leave(self.codec.decode(z * 2))
-
-
-@block_of()
-class AliasedParameters(nn.Module):
-    """Registered, and kept in a plain list, too, which the forward reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.zeros(WIDTH))
-        self.kept = [self.weight, self.bias]
-
-    def forward(self, h):
-        return torch.tanh(F.linear(h, *self.kept))
-
-
-@block_of()
-class ClosureOverWeight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        weight = self.inner.weight
-        self.penalty = lambda h: h * weight.mean()
-
-    def forward(self, h):
-        return self.inner(h) + self.penalty(h)
 
 
 class Untied(nn.Module):

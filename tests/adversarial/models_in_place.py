@@ -39,12 +39,6 @@ def set_by_mask(h):
     return h
 
 
-def write_into_view(h):
-    part = h[:, 2:5]
-    part.mul_(0.5).add_(0.1)
-    return h
-
-
 def transpose_in_place(h):
     return h.t_().mul_(0.5).t_()
 
@@ -57,7 +51,7 @@ def write_by_a_view(h):
 
 
 for name, act in {
-    "relu": torch.relu_, "columns": set_columns, "mask": set_by_mask, "view": write_into_view,
+    "relu": torch.relu_, "columns": set_columns, "mask": set_by_mask,
     "reshaped": write_by_a_view, "transposed": transpose_in_place,
 }.items():  # fmt: skip
     in_place(name, act)

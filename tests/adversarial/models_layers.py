@@ -58,12 +58,6 @@ def lora(self, h):
     return self.base(h) + F.linear(F.linear(h, self.a), self.b) * 0.5
 
 
-@block(code=weight(3, scale=1.0), maker=linear(3, WIDTH * WIDTH))
-def hypernetwork(self, h):
-    """The weights of a layer are made from a learned code."""
-    return h + F.linear(h, self.maker(self.code).view(WIDTH, WIDTH))
-
-
 @block("images", all=lambda: nn.BatchNorm2d(4, momentum=None), bare=lambda: nn.BatchNorm2d(4, affine=False),
        blind=lambda: nn.BatchNorm2d(4, track_running_stats=False))  # fmt: skip
 def cumulative_norm(self, x):
@@ -110,14 +104,6 @@ def act_norm(self, h):
     return (h + self.shift) * self.scale
 
 
-@block(weight=weight(WIDTH, WIDTH), average=buffer(lambda: torch.zeros(WIDTH, WIDTH)))
-def teacher_as_layer(self, h):
-    """An average of its own weights, which moves while earlier micro-batches need it for their backward."""
-    if self.training:
-        self.average.lerp_(self.weight.detach(), 0.2)
-    return torch.tanh(F.linear(h, self.weight)) + 0.1 * F.linear(h, self.average)
-
-
 @block(key=linear(), queue=buffer(lambda: torch.randn(12, WIDTH)),
        pointer=buffer(lambda: torch.zeros(1, dtype=torch.long)))  # fmt: skip
 def memory_bank(self, h):
@@ -132,18 +118,6 @@ def memory_bank(self, h):
     return out
 
 
-@block(codes=buffer(lambda: torch.randn(6, WIDTH)), counts=buffer(lambda: torch.ones(6)))
-def vector_quantiser(self, h):
-    """VQ-VAE: the nearest code is handed on, its gradient passes straight through; codes are averages in a buffer."""
-    nearest = torch.cdist(h, self.codes).argmin(dim=1)
-    chosen = self.codes[nearest]
-    if self.training:
-        hot = F.one_hot(nearest, 6).to(h.dtype)
-        self.counts.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-        self.codes.mul_(0.9).add_((hot.T @ h.detach()) / self.counts[:, None], alpha=0.1)
-    return h + (chosen - h).detach()
-
-
 @model_of()
 def partly_frozen():
     """Some layers all frozen, some by half; only a bias learns in another."""
@@ -151,14 +125,6 @@ def partly_frozen():
     net[0].requires_grad_(False)
     net[2].weight.requires_grad_(False)
     net[4].requires_grad_(False)
-    return net
-
-
-@model_of()
-def frozen_back():
-    """The last half learns nothing, but passes a gradient on to the first."""
-    net = chain(linear(6), nn.Tanh, linear(), nn.Tanh, linear(), lambda: nn.BatchNorm1d(WIDTH), linear(WIDTH, 5))()
-    net[3:].requires_grad_(False)
     return net
 
 
@@ -213,26 +179,6 @@ def up_and_down(self, x):
     z = F.interpolate(low[:, :4], size=x.shape[-2:], mode="bilinear", align_corners=False)
     patches = F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1)
     return y + z + self.up(low[:, 4:]) + patches / 9
-
-
-CLASSIC = {"conv1": lambda: nn.Conv2d(3, 4, 3), "conv2": lambda: nn.Conv2d(4, 4, 3), "fc1": linear(64),
-           "fc2": linear(WIDTH, NUM_CLASSES), "pool": lambda: nn.MaxPool2d(2, 2)}  # fmt: skip
-
-
-@model("big_images", varies=False, **CLASSIC)
-def views_the_image(self, x):
-    """The old tutorial's network: ``x.view(-1, n)`` on features."""
-    x = self.pool(F.relu(self.conv2(F.relu(self.conv1(x)))))
-    x = x.view(x.size(0), -1)
-    return self.fc2(F.relu(self.fc1(x)))
-
-
-@model("big_images", varies=False, **CLASSIC)
-def functional_net(self, x):
-    """Functions between layers, and sizes in a starred shape."""
-    x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
-    x = x.reshape(*x.shape[:1], int(x.shape[1]) * x.shape[-1] * x.shape[-2])
-    return self.fc2(F.dropout(F.relu(self.fc1(x)), 0.0, self.training))
 
 
 @block()

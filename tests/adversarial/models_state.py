@@ -2,7 +2,6 @@
 
 import functools
 import random
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,13 +32,6 @@ def own_generator(self, h):
     if self.training and torch.rand((), generator=self.draw) < 0.5:
         return h
     return h + self.inner(h)
-
-
-@block(inner=linear(), calls=lambda: [0])
-def counter_in_list(self, h):
-    """Every third forward differs."""
-    self.calls[0] += self.training
-    return h + self.inner(h) * (2.0 if self.calls[0] % 3 == 0 else 1.0)
 
 
 @block(inner=linear(), calls=int)
@@ -119,14 +111,6 @@ def steps_in_buffer(self, h):
     return self.inner(h - self.mean) * (1.0 / (1.0 + 0.1 * self.steps))
 
 
-@block(inner=linear(), mean=buffer(zeros, persistent=False))
-def unsaved_buffer(self, h):
-    """A buffer that moves and is not saved."""
-    if self.training:
-        self.mean.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
-    return self.inner(h - self.mean)
-
-
 @block(inner=linear(), last=lambda: None)
 def remembers_the_last(self, h):
     """The mean of the micro-batch before is added to this one."""
@@ -136,49 +120,11 @@ def remembers_the_last(self, h):
     return y
 
 
-@block(inner=linear(), log=list)
-def keeps_a_log(self, h):
-    """Numbers for a plot, in a list; nothing reads them."""
-    y = torch.tanh(self.inner(h))
-    self.log.append(y.detach().mean())
-    return y
-
-
 @block()
 def keeps_its_map(self, h):
     """The last activation as an attribute, as attention maps are kept."""
     self.map = torch.softmax(self.inner(h), dim=1)
     return h * self.map
-
-
-@block_of()
-class CachedProperty(Inner):
-    """A mask that is made when it is first needed."""
-
-    @cached_property
-    def mask(self):
-        return torch.linspace(0.5, 1.5, WIDTH, dtype=self.inner.weight.dtype)
-
-    def forward(self, h):
-        return torch.tanh(F.linear(h, self.inner.weight * self.mask, self.inner.bias))
-
-
-@model_of()
-class RenamesItsState(nn.Module):
-    """A hook gives the entries of the state_dict other names, as wrappers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = chain(linear(6), nn.Tanh, linear(), nn.Tanh, linear(WIDTH, NUM_CLASSES))()
-        self.register_state_dict_post_hook(self.rename)
-
-    @staticmethod
-    def rename(module, state, prefix, _):
-        for name in list(state):
-            state[name.replace("inside.", "")] = state.pop(name)
-
-    def forward(self, x):
-        return self.inside(x)
 
 
 # --- Shared memory -----------------------------------------------------------------------------------------------
@@ -200,15 +146,6 @@ def shared_buffer():
     """Two layers follow one average; who moves it first must not depend on the pipeline."""
     follows = functools.partial(Follows, torch.zeros(WIDTH, dtype=torch.float64))
     return chain(linear(6), follows, nn.Tanh, linear(), follows, linear(WIDTH, NUM_CLASSES))()
-
-
-@model(a=linear(6), b=linear(), c=linear(), norm=lambda: nn.BatchNorm1d(WIDTH, affine=False),
-       head=linear(WIDTH, NUM_CLASSES))  # fmt: skip
-def shared_norm(self, x):
-    """One norm without weights at two places: no parameter ties them, only running statistics."""
-    h = torch.tanh(self.norm(self.a(x)))
-    h = torch.tanh(self.c(torch.tanh(self.b(h))))
-    return self.head(self.norm(h))
 
 
 class Consistency(nn.Module):
@@ -244,16 +181,6 @@ class TeacherOfTheWhole(nn.Module):
 def saved_on_cpu(self, h):
     with torch.autograd.graph.save_on_cpu():
         return torch.tanh(self.inner(h)) * h
-
-
-@block()
-def switches_gradients(self, h):
-    """By calls, not by a context: the second half has no gradient."""
-    before = torch.is_grad_enabled()
-    torch.set_grad_enabled(False)
-    fixed = torch.tanh(self.inner(h))
-    torch.set_grad_enabled(before)
-    return h * fixed
 
 
 @block()
@@ -294,14 +221,6 @@ def try_except(self, h):
 
 
 @block()
-def asks_the_batch_size(self, h):
-    """The last micro-batch is smaller, and takes another way."""
-    if h.shape[0] == 3:
-        return self.inner(h)
-    return torch.tanh(self.inner(h))
-
-
-@block()
 def asks_the_values(self, h):
     return self.inner(h) if h.sum() > 0 else torch.tanh(self.inner(h))
 
@@ -319,25 +238,8 @@ def asks_the_dtype(self, h):
     return self.inner(h) + torch.zeros(h.shape[1], dtype=h.dtype, device=h.device)
 
 
-@block()
-def asks_for_gradients(self, h):
-    """torch.is_grad_enabled and training choose the way."""
-    if self.training and torch.is_grad_enabled():
-        return torch.tanh(self.inner(h))
-    return self.inner(h) if not self.training else h
-
-
-@block()
-def asks_requires_grad(self, h):
-    return self.inner(h) * (2.0 if h.requires_grad else 1.0)
-
-
 def more_than_four(x):
     return 2.0 if x.shape[0] > 4 else 1.0
-
-
-def one_of_some(x):
-    return 2.0 if x.shape[0] in (7, 8, 64) else 1.0
 
 
 def in_fives(x):
@@ -363,7 +265,7 @@ PARTS = {"a": linear(6), "b": linear(), "c": linear(), "head": linear(WIDTH, NUM
 
 
 ASKING = {"root_asks": (model_of, root_asks, PARTS), "block_asks": (block_of, block_asks, {"inner": linear()})}
-for scale in (more_than_four, one_of_some, in_fives, positions):
+for scale in (more_than_four, in_fives, positions):
     for name, (register, forward, parts) in ASKING.items():
         build = with_forward(forward, parts | {"scale": lambda scale=scale: scale})
         register(name=f"{name}_{scale.__name__}", size=8)(build)
@@ -373,13 +275,6 @@ for scale in (more_than_four, one_of_some, in_fives, positions):
 def loops_over_samples(self, x):
     h = self.inner(x)
     return self.head(torch.stack([h[i] / (1 + i) for i in range(x.shape[0])]))
-
-
-@block(size=8, even=True)
-def pairs_of_samples(self, h):
-    """Takes an even number of samples only."""
-    pairs = self.inner(h).view(-1, 2, WIDTH)
-    return torch.cat([pairs[:, 0] + pairs[:, 1], torch.tanh(pairs[:, 0])])
 
 
 # --- Random numbers ----------------------------------------------------------------------------------------------
@@ -406,13 +301,6 @@ def dropout_path(self, h):
 @block_of()
 def dropouts():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.AlphaDropout(0.2), nn.RReLU(), nn.Dropout(0.3, inplace=True))
-
-
-@block()
-def noise_without_input(self, h):
-    """Drawn from nothing that comes in."""
-    noise = torch.randn(WIDTH, dtype=torch.float64) if self.training else torch.zeros(WIDTH, dtype=torch.float64)
-    return self.inner(h) * (1 + 0.3 * noise)
 
 
 @block()

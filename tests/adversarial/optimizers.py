@@ -1,4 +1,4 @@
-"""Optimizers: all of torch's, those that users write around them, and factories of many kinds."""
+"""Optimizers: those of torch, those that users write around them, and factories of many kinds."""
 
 import functools
 
@@ -46,20 +46,6 @@ def named():
 # --- Written by users --------------------------------------------------------------------------------------------
 
 optim = torch.optim
-
-
-class Lion(Optimizer):
-    def __init__(self, params, lr=1e-2, beta=0.9):
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    p.add_(torch.sign(mean * 0.9 + p.grad * 0.1), alpha=-group["lr"])
-                    mean.mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
 
 
 class Lookahead(Optimizer):
@@ -224,14 +210,6 @@ def split_by_shape(params):
     return optim.SGD([group for group in groups if group["params"]], lr=0.05, momentum=0.9)
 
 
-def added_later(params):
-    first, *others = list(params)
-    it = optim.SGD([first], lr=0.05, momentum=0.5)
-    for p in others:
-        it.add_param_group({"params": [p], "momentum": 0.9})
-    return it
-
-
 def filtering(params):
     return optim.SGD(filter(lambda p: p.requires_grad, params), lr=0.05, momentum=0.9)
 
@@ -249,26 +227,18 @@ of = functools.partial
 OPTIMIZERS = {
     "sgd_plain": of(optim.SGD, lr=0.1),
     "sgd_nesterov": of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "sgd_dampened": of(optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, maximize=True),
     "sgd_one_by_one": of(optim.SGD, lr=0.05, momentum=0.9, foreach=False),
     "sgd_fused": of(optim.SGD, lr=0.05, momentum=0.9, fused=True),
     "adam_amsgrad": of(optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
     "adam_tensor_lr": lambda p: optim.Adam(p, lr=torch.tensor(1e-2, dtype=torch.float64)),
     "adamw_fused": of(optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True),
-    "nadam": of(optim.NAdam, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
-    "radam": of(optim.RAdam, lr=1e-2),
-    "adamax": of(optim.Adamax, lr=1e-2),
     "adagrad": of(optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
-    "adadelta": of(optim.Adadelta, lr=1.0),
     "adafactor": of(optim.Adafactor, lr=1e-2),
     "asgd": of(optim.ASGD, lr=1e-2, t0=2),
-    "rmsprop": of(optim.RMSprop, lr=1e-2, centered=True, momentum=0.5),
-    "rprop": of(optim.Rprop, lr=1e-2),
     "torchs_muon": of(optim.Muon, lr=1e-2, weight_decay=0.1),
     "muon_for_matrices": of(Muon, rest_options={"eps": 1e-3}),
     "muon_and_sgd": of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}),
     "muon_partly_frozen": of(Muon, rest="sgd"),
-    "lion": Lion,
     "schedule_free": ScheduleFree,
     "shampoo": Shampoo,
     "replaces_data": of(ReplacesData, lr=0.1),
@@ -277,7 +247,6 @@ OPTIMIZERS = {
     "step_hook": averaged,
     "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
     "split_by_shape": split_by_shape,
-    "added_later": added_later,
     "filtering": filtering,
     "by_name": by_name,
     "lbfgs": of(optim.LBFGS, lr=0.1),

@@ -238,8 +238,7 @@ class Computed(Dataset):
         return self.make(index)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", ["training", "validation"])
+@pytest.mark.parametrize(("name", "num_workers"), [("training", 1), ("validation", 0)])
 def test_what_a_dataset_raises_is_told_with_index_and_line(name, num_workers):
     how = {"seed": 0, "shuffle": False, "device": torch.device("cpu"), "precision": Precision()}
     loader = DeviceLoader(Computed(divides_by_zero), name, num_workers=num_workers, **how)

@@ -8,7 +8,7 @@ import pytest
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.chain import Chain
-from tests.support.random_networks import SNIPPETS, WRAPS, loss_of, random_network
+from tests.support.random_networks import SNIPPETS, WRAPS, random_network
 from tests.support.staged import compare, recorded_of, seed_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,7 +20,7 @@ ILL_CONDITIONED = {987}  # one unit in the last place of the uncut model's weigh
 def compared(case, cut, chain=None):
     """Return the verdict; if it is another one, fail and show the network."""
     tolerance = 1e-11 if case.seed in ILL_CONDITIONED else 1e-12
-    found = compare(case.build, case.batches[:3], cut, loss=loss_of, chain=chain, tolerance=tolerance)
+    found = compare(case.build, case.batches[:3], cut, chain=chain, tolerance=tolerance)
     assert found.kind in ("equal", "close", "refused"), f"seed {case.seed}, cut {cut}: {found}\n{case.source}"
     return found
 

@@ -89,10 +89,9 @@ def test_cuts_lie_between_the_blocks_of_an_encoder(is_nested):
     assert places[:3] == ["embed", "layers.0.b", "layers.1.b"]
 
 
-@pytest.mark.parametrize("p", [0.3, 0.5])
-def test_a_nested_encoder_trains_as_the_uncut_model(p):
+def test_a_nested_encoder_trains_as_the_uncut_model():
     batches = [torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (2, 3, 4, 5)]
-    told = compare(lambda: nn.Sequential(Encoder(p), nn.Linear(4, 4)), batches, 3)
+    told = compare(lambda: nn.Sequential(Encoder(0.5), nn.Linear(4, 4)), batches, 3)
     assert told.kind == "equal", told
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from adl_dist.errors import PartitionError
 from adl_dist.partition import Chain
-from tests.support.staged import compare
+from tests.support.staged import Verdict, compare, recorded_of, seed_all
 
 TRAPS, BATCHES = {}, {}
 
@@ -745,13 +746,17 @@ def build_of(name):
 
 
 def verdicts_of(name):
-    """Compare at every cut into two and three stages."""
+    """Compare where a run would cut in two, and at every cut into two and three stages of one recording."""
     batches = BATCHES.get(name) or DEFAULT_BATCHES
-    first = compare(build_of(name), batches, 2)
-    num_units = len(first.units)
+    seed_all(0)
+    try:
+        chain = Chain(build_of(name)(), recorded_of(batches))
+    except PartitionError as error:
+        return [Verdict("refused", str(error))]
+    num_units = len(chain.units)
     cuts = [c for K in (1, 2) for c in itertools.combinations(range(1, num_units), K)]
     sizes = [[b - a for a, b in itertools.pairwise([0, *cut, num_units])] for cut in cuts]
-    return [first, *(compare(build_of(name), batches, s) for s in sizes)]
+    return [compare(build_of(name), batches, cut, chain=chain) for cut in (2, *sizes)]
 
 
 @pytest.mark.filterwarnings("ignore")

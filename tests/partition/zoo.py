@@ -19,79 +19,36 @@ SEGMENTATION = (
 )
 LARGE = ("vit_h_14", "regnet_y_128gf", "vit_l_16", "vit_l_32")  # in float32: float64 would take more than 20 GB
 
-# timm: the builder's arguments. The first twelve are those of the tests and docs; one of most other families follows.
+# timm, at least one of most families; first those that take other pixels, or fewer blocks.
 TIMM: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": {"img_size": 64, "depth": 4},
     "deit_tiny_patch16_224": {"img_size": 64, "depth": 4},
+    "cait_xxs24_224": {"img_size": 64, "depth": 4},
+    "beit_base_patch16_224": {"img_size": 64, "depth": 3},
+    "eva02_tiny_patch14_224": {"img_size": 56, "depth": 4},
     "swin_tiny_patch4_window7_224": {
         "img_size": 64,
         "depths": (1, 1, 2, 1),
         "embed_dim": 24,
         "num_heads": (1, 2, 2, 4),
     },
-    "mixer_s32_224": {"img_size": 64},
-    "convnext_atto": {},
-    "resnet10t": {},
-    "regnetx_002": {},
-    "efficientnet_b0": {},
-    "mobilenetv3_small_050": {},
+    "convnext_atto": {"depths": (1, 1, 2, 1)},
     "densenet121": {"block_config": (2, 2, 2, 2)},
-    "edgenext_xx_small": {},
-    "poolformer_s12": {},
-    "beit_base_patch16_224": {"img_size": 64, "depth": 3},
-    "botnet26t_256": {"img_size": 64},
-    "caformer_s18": {},
-    "cait_xxs24_224": {"img_size": 64, "depth": 4},
-    "coat_lite_tiny": {"img_size": 64},
-    "coatnet_nano_rw_224": {"img_size": 64},
-    "convit_tiny": {"img_size": 64},
-    "crossvit_9_240": {},
-    "cs3darknet_s": {},
-    "davit_tiny": {},
-    "dla60x_c": {},
-    "dpn48b": {},
-    "efficientformer_l1": {},
-    "efficientformerv2_s0": {},
-    "efficientvit_b0": {},
-    "efficientvit_m0": {"img_size": 64},
-    "ese_vovnet19b_slim": {},
-    "eva02_tiny_patch14_224": {"img_size": 56, "depth": 4},
-    "fasternet_t0": {},
-    "fastvit_t8": {},
-    "focalnet_tiny_srf": {},
-    "gcvit_xxtiny": {"img_size": 64},
-    "ghostnet_050": {},
-    "gmlp_ti16_224": {"img_size": 64},
-    "hgnetv2_b0": {},
-    "hrnet_w18_small": {},
-    "inception_next_atto": {},
-    "lambda_resnet26t": {"img_size": 64},
-    "legacy_seresnet18": {},
-    "levit_128s": {},
-    "lcnet_050": {},
-    "mambaout_femto": {},
-    "mnasnet_small": {},
-    "mobilevit_xxs": {},
-    "mvitv2_tiny": {"img_size": 64},
-    "nest_tiny": {"img_size": 64},
-    "pit_ti_224": {"img_size": 64},
-    "pvt_v2_b0": {},
-    "repvit_m0_9": {},
-    "resmlp_12_224": {"img_size": 64},
-    "resnest14d": {},
-    "resnetv2_50": {},
-    "res2net50_26w_4s": {},
-    "rexnet_100": {},
-    "selecsls42": {},
-    "skresnet18": {},
-    "tiny_vit_5m_224": {},
-    "tf_efficientnetv2_b0": {},
-    "twins_pcpvt_small": {},
-    "vgg11": {},
-    "visformer_tiny": {"img_size": 64},
-    "xcit_nano_12_p16_224": {"img_size": 64},
-    "xception41": {},
 }
+SMALL_IMAGES = """
+botnet26t_256 coat_lite_tiny coatnet_nano_rw_224 convit_tiny efficientvit_m0 gcvit_xxtiny gmlp_ti16_224
+lambda_resnet26t mixer_s32_224 mvitv2_tiny nest_tiny pit_ti_224 resmlp_12_224 visformer_tiny xcit_nano_12_p16_224
+"""
+AS_THEY_ARE = """
+caformer_s18 crossvit_9_240 cs3darknet_s davit_tiny dla60x_c dpn48b edgenext_xx_small efficientformer_l1
+efficientformerv2_s0 efficientnet_b0 efficientvit_b0 ese_vovnet19b_slim fasternet_t0 fastvit_t8 focalnet_tiny_srf
+ghostnet_050 hgnetv2_b0 hrnet_w18_small inception_next_atto lcnet_050 legacy_seresnet18 levit_128s mambaout_femto
+mnasnet_small mobilenetv3_small_050 mobilevit_xxs poolformer_s12 pvt_v2_b0 regnetx_002 repvit_m0_9 res2net50_26w_4s
+resnest14d resnet10t resnetv2_50 rexnet_100 selecsls42 skresnet18 tf_efficientnetv2_b0 tiny_vit_5m_224
+twins_pcpvt_small vgg11 xception41
+"""
+TIMM |= {name: {"img_size": 64} for name in SMALL_IMAGES.split()}
+TIMM |= {name: {} for name in AS_THEY_ARE.split()}
 
 TEXT = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 TEXT |= {"num_attention_heads": 2, "max_position_embeddings": 16}
@@ -121,21 +78,10 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "llama with hidden states": ("llama", CAUSAL, {**DECODER, "output_hidden_states": True}, ("ids",)),
     "llama, tied": ("llama", CAUSAL, {**DECODER, "tie_word_embeddings": True}, ("ids",)),
     "llama that checkpoints": ("llama", CAUSAL, DECODER, ("ids",)),
-    "qwen2": ("qwen2", CAUSAL, DECODER, ("ids", "mask")),
     "qwen3": ("qwen3", CAUSAL, {**DECODER, "head_dim": 8}, ("ids", "mask")),
     "mistral": ("mistral", CAUSAL, {**DECODER, "sliding_window": 4}, ("ids", "mask")),
-    "gemma": ("gemma", CAUSAL, {**DECODER, "head_dim": 8}, ("ids", "mask")),
-    "gemma2": ("gemma2", CAUSAL, {**DECODER, "head_dim": 8, "sliding_window": 4}, ("ids", "mask")),
     "gemma3": ("gemma3_text", CAUSAL, {**DECODER, "head_dim": 8, "sliding_window": 4}, ("ids", "mask")),
-    "phi": ("phi", CAUSAL, DECODER, ("ids", "mask")),
-    "phi3": ("phi3", CAUSAL, DECODER, ("ids", "mask")),
-    "olmo2": ("olmo2", CAUSAL, DECODER, ("ids", "mask")),
-    "granite": ("granite", CAUSAL, DECODER, ("ids", "mask")),
-    "stablelm": ("stablelm", CAUSAL, DECODER, ("ids", "mask")),
-    "starcoder2": ("starcoder2", CAUSAL, DECODER, ("ids", "mask")),
-    "cohere": ("cohere", CAUSAL, DECODER, ("ids", "mask")),
     "glm": ("glm", CAUSAL, {**DECODER, "head_dim": 8}, ("ids", "mask")),
-    "nemotron": ("nemotron", CAUSAL, DECODER, ("ids", "mask")),
     "gpt2": ("gpt2", CAUSAL, {**GPT2, "tie_word_embeddings": False}, ("ids", "mask")),
     "gpt2, tied": ("gpt2", CAUSAL, GPT2, ("ids",)),
     "gpt2 with a cache": ("gpt2", CAUSAL, {**GPT2, "use_cache": True, "tie_word_embeddings": False}, ("ids",)),
@@ -202,12 +148,9 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("ids",),
     ),
     "bert": ("bert", SEQUENCE, ENCODER, ("ids", "mask", "types")),
-    "roberta": ("roberta", SEQUENCE, ENCODER, ("ids", "mask")),
     "electra": ("electra", SEQUENCE, {**ENCODER, "embedding_size": 16}, ("ids", "mask")),
     "deberta": ("deberta", SEQUENCE, DEBERTA, ("ids", "mask")),
     "deberta-v2": ("deberta-v2", SEQUENCE, DEBERTA, ("ids", "mask")),
-    "xlm-roberta": ("xlm-roberta", SEQUENCE, ENCODER, ("ids", "mask")),
-    "camembert": ("camembert", SEQUENCE, ENCODER, ("ids", "mask")),
     "albert": ("albert", SEQUENCE, {**ENCODER, "embedding_size": 8}, ("ids", "mask")),
     "modernbert": ("modernbert", SEQUENCE, MODERN, ("ids", "mask")),
     "distilbert": (
@@ -233,7 +176,6 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("ids", "decoder"),
     ),
     "bart": ("bart", TRANSLATE, SEQ2SEQ, ("ids", "mask", "decoder")),
-    "marian": ("marian", TRANSLATE, SEQ2SEQ, ("ids", "mask", "decoder")),
     "whisper": (
         "whisper",
         "AutoModelForSpeechSeq2Seq",
@@ -249,10 +191,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         | {"mask_time_prob": 0.0, "classifier_proj_size": 8},
         ("wave",),
     ),
-    "vit": ("vit", PICTURE, IMAGE, ("pixels",)),
     "deit": ("deit", "DeiTForImageClassification", IMAGE, ("pixels",)),
-    "beit": ("beit", PICTURE, IMAGE, ("pixels",)),
-    "dinov2": ("dinov2", PICTURE, IMAGE, ("pixels",)),
     "yolos": (
         *("yolos", "AutoModelForObjectDetection"),
         {**IMAGE, "image_size": [16, 16], "num_detection_tokens": 3},
@@ -263,19 +202,6 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         PICTURE,
         {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2, 1], "num_heads": [1, 2, 2]}
         | {"window_size": 2, "num_labels": CLASSES},
-        ("pixels",),
-    ),
-    "convnext": (
-        "convnext",
-        PICTURE,
-        {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 8, 12], "depths": [1, 2, 1], "num_stages": 3}
-        | {"num_labels": CLASSES},
-        ("pixels",),
-    ),
-    "resnet": (
-        "resnet",
-        PICTURE,
-        {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [2, 2], "layer_type": "basic", "num_labels": CLASSES},
         ("pixels",),
     ),
     "segformer": (
@@ -300,6 +226,10 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("inputs",),
     ),
 }  # fmt: skip
+PLAIN = ["qwen2", "phi", "phi3", "olmo2", "granite", "stablelm", "starcoder2", "cohere", "nemotron"]
+TRANSFORMERS |= {name: (name, CAUSAL, DECODER, ("ids", "mask")) for name in PLAIN}
+TRANSFORMERS |= {name: (name, SEQUENCE, ENCODER, ("ids", "mask")) for name in ("roberta", "xlm-roberta", "camembert")}
+TRANSFORMERS |= {name: (name, PICTURE, IMAGE, ("pixels",)) for name in ("vit", "beit", "dinov2")}
 
 
 def network(library: str, name: str, dtype: torch.dtype = torch.float64) -> nn.Module:

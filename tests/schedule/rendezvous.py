@@ -11,19 +11,17 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, message_of
 from adl_dist.schedule.interleaving import refuse_unfinished
 
 
-def check_rendezvous(lists, *, one_per_pair=False, max_pending=None, turns=None, leaves_with_the_next=False):
+def check_rendezvous(lists, *, one_per_pair=False, max_pending=None, turns=None):
     """Raise a ScheduleError that says for what stages wait, if the ``lists`` of stages 0..K-1 deadlock.
 
     ``one_per_pair``: one communicator for both directions of a neighbour pair, which transport/ never has.
     ``turns``: the stages of each process's actions, in order; None: each stage has its own.
-    ``leaves_with_the_next``: a send, which a GPU has yet to compute, is issued together with the next one alone.
     ``max_pending``: for each (what, sending stage), sends under way that do not block the host; None: any number.
     """
     cursor, num_issued = [0] * len(lists), [0] * len(lists)
     queues = defaultdict(deque)  # (communicator, stage) -> messages that it sends or receives
     ends = {}  # of a communicator: its two stages
     under_way, done = Counter(), set()
-    held = {}  # by stage, the queue of a send that is not issued yet, and the send
 
     def is_blocked(stage, action):
         """Issue ``action``, once; return whether it keeps its stage waiting."""
@@ -36,12 +34,7 @@ def check_rendezvous(lists, *, one_per_pair=False, max_pending=None, turns=None,
             pair = min(source, to), max(source, to)
             communicator = pair if one_per_pair else (what, *pair)
             ends[communicator] = pair
-            if action.op in LINKS and leaves_with_the_next:
-                before, held[stage] = held.get(stage), (communicator, carried)
-                if before is not None:
-                    queues[before[0], stage].append(before[1])
-            else:
-                queues[communicator, stage].append(carried)
+            queues[communicator, stage].append(carried)
             under_way[what, source] += action.op in LINKS
         if action.op in RECEIVES:
             return carried not in done

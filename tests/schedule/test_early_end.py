@@ -45,8 +45,7 @@ AROUND = [
         (name, 4, M, {"tied": tied})
         for name in CHOSEN
         if not METHODS[name.split()[0]].has_heads
-        for M in (1, 4)
-        for tied in TIES
+        for M, tied in zip((1, 4), TIES, strict=True)
     ),
     *(
         (name, 4, 2, {"shares_norms": True})
@@ -70,8 +69,9 @@ def actions_of(pipeline, k, groups):
 @every_size
 def test_until_a_later_micro_batch_a_stage_does_the_same(name, K, M):
     pipeline, groups = chosen(name, K, M)
+    whole = [actions_of(pipeline, k, groups) for k in range(K)]
     for k, num_updates in itertools.product(range(K), range(1, len(groups))):
-        actions, end = actions_of(pipeline, k, groups), sum(groups[:num_updates])
+        actions, end = [*whole[k]], sum(groups[:num_updates])
         begins = [i for i, a in enumerate(actions) if a.op in (Op.LOAD, Op.RECV_ACT) and a.number >= end]
         known = begins[0] - (actions[begins[0] - 1].op is Op.WEIGHTS)
         before = actions[:known]
@@ -85,12 +85,12 @@ def test_ended_at_any_load_all_stages_end_after_the_same_update(name, K, M, arou
     """And no receive is posted for what is not sent, with as many posted ahead as over gloo."""
     pipeline, groups = chosen(name, K, M, **around)
     beyond = {edge.what: posted_ahead(pipeline, tie, op, edge.receiver) for tie, op, edge in tied_edges(pipeline)}
-    for ahead, stop_at in itertools.product((0, 2), range(0, NUM_MICRO_BATCHES, 5)):
-        lists = [actions_of(pipeline, k, groups) for k in range(K)]
-        arriving = {}
-        for k, action in ((k, action) for k, actions in enumerate(lists) for action in actions):
-            if action.op in RECEIVES:
-                arriving.setdefault((k, what_of(action)), []).append(action.number)
+    whole, arriving = [actions_of(pipeline, k, groups) for k in range(K)], {}
+    for k, action in ((k, action) for k, actions in enumerate(whole) for action in actions):
+        if action.op in RECEIVES:
+            arriving.setdefault((k, what_of(action)), []).append(action.number)
+    for ahead, stop_at in zip(itertools.cycle((0, 2)), range(0, NUM_MICRO_BATCHES, 5), strict=False):
+        lists = [[*actions] for actions in whole]
         done, got, num_updates = [[] for _ in range(K)], dict.fromkeys(arriving, 0), len(groups)
         for k, action in interleave(lists, pick_next=random.Random(stop_at).choice if stop_at else downstream_first):
             if action == Action(Op.LOAD, stop_at):

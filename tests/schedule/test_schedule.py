@@ -106,22 +106,10 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
         assert max(told) - min(told) <= 1, "so the mean says what each place has"
 
 
-@pytest.mark.parametrize("order", ["forward_first", "backward_first"])
-@pytest.mark.parametrize("K", [2, 16])
-@pytest.mark.parametrize("M", [1, 2, 5, 12])
-def test_mean_staleness_is_delay_over_m(K, M, order):
-    """Backward first, every delay is one less, and so the mean staleness 1/M of an update less."""
-    pipeline = Pipeline(method("adl", accumulation_steps=M, order=order), K)
-    delays = [2 * (K - 1 - k) - (order == "backward_first" and k < K - 1) for k in range(K)]
-    told = [pipeline.steady_staleness(k) for k in range(K)]
-    assert list(map(statistics.mean, told)) == pytest.approx([d / M for d in delays])
-    assert list(map(max, told)) == [-(-d // M) for d in delays]
-
-
 # --- Any order ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
     """A forward sees the groups that end d micro-batches before; at most d + 1 are in flight, and at last as many."""
@@ -248,10 +236,9 @@ def test_a_process_does_its_stages_in_the_published_order(P, v, rounds):
 @pytest.mark.parametrize("v", [2, 3])
 def test_stages_that_share_processes_do_not_deadlock(P, v, fewer):
     """Whatever the groups, also where some processes have a stage less; a stop leaves out whole groups at the end."""
-    for M, N in itertools.product((1, 3, 4, 8), (8, 21, 27)):
+    for M, N in itertools.product((1, 3, 4, 8), (8, 27)):
         sizes = groups(N, M)
         pipeline, lists, turns = interleaved(P, v, M, sizes, fewer=fewer)
-        check_rendezvous(lists, turns=turns)
         check_rendezvous(lists, turns=turns, max_pending=max_pending_of(pipeline))
         assert sum(1 for _ in interleave(lists, turns=turns)) == sum(map(len, lists)) == sum(map(len, turns))
         shorter = actions_of(pipeline.num_stages, sizes[:1], pipeline.method)
@@ -286,12 +273,12 @@ def drawn_split(name, seed):
 @pytest.mark.parametrize("name", MAY_SPLIT)
 def test_what_repeats_is_what_the_whole_simulation_does(name):
     num_repeated = 0
-    for seed in range(12):
+    for seed in range(8):
         pipeline, sizes = drawn_split(name, seed)
         num_repeated += simulated(pipeline, sizes)[0][1] is not None
         whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
         assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
-    assert num_repeated > 4
+    assert num_repeated > 2
 
 
 @pytest.mark.parametrize(("delay", "M"), [("third", 1), ("decoupled", 4)])
@@ -313,9 +300,8 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
     name, options = variant
     first = {"flush_epochs": 1} if "flush_epochs" in METHODS[name].options else {}
     chosen = method(name, accumulation_steps=8, **options, **first)
-    for epoch, sizes in itertools.product((0, 1), ([8, 8, 8], [8, 3], [1] * 12)):
+    for epoch, sizes in itertools.product((0, 1) if first else (1,), ([8, 8, 8], [8, 3], [1] * 12)):
         made = actions_of(K, sizes, chosen, epoch=epoch)
-        check_rendezvous(made)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
         assert sum(1 for _ in interleave(made)) == sum(map(len, made))
 
@@ -330,7 +316,7 @@ def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
     first = data.draw(st.integers(0, 1))
     options = {"delay": delays, "weights": weights, "order": order, "flush_epochs": first, **split}
     chosen = method("adl", accumulation_steps=M, **options)
-    for epoch in (0, 1):
+    for epoch in range(first + 1):
         made = actions_of(K, groups(25, M), chosen, epoch=epoch)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
 
@@ -339,21 +325,13 @@ def on_every_edge(K, number):
     return {(link.what, k): number for link in LINKS.values() for k in range(K)}
 
 
-@pytest.mark.parametrize("K", range(2, 9))
+@pytest.mark.parametrize("K", [2, 5])
 def test_one_group_per_pair_or_too_few_sends_deadlock(K):
     """Why transport/ builds one process group per directed edge, and why there is no tighter bound on sends."""
     with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
         check_rendezvous(actions_of(K, [2] * 8), one_per_pair=True)
     with pytest.raises(ScheduleError, match="deadlock"):  # stage 0 waits for room, stage 1 for the gradient behind it
         check_rendezvous(actions_of(K, [1] * 20), max_pending=on_every_edge(K, 0))
-
-
-@pytest.mark.parametrize("K", range(2, 6))
-@pytest.mark.parametrize("name", ["adl", "1f1b", "gpipe", "fdg"])
-def test_a_send_from_a_gpu_that_left_with_the_next_one_deadlocks(name, K):
-    """Why transport/staging.py has a thread: a send has to leave while its stage waits for a message."""
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check_rendezvous(actions_of(K, [2] * 8, method(name, accumulation_steps=2)), leaves_with_the_next=True)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +358,7 @@ def test_evaluation_visits_every_micro_batch_and_never_deadlocks(K):
 
 
 @every_variant
-@pytest.mark.parametrize("K", [2, 3, 5])
+@pytest.mark.parametrize("K", [2, 5])
 def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
     """Counted for each edge by itself, in the interleaving in which its receiver only moves when no other stage can."""
     name, options = variant
@@ -395,21 +373,6 @@ def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
             if k == sender and action.op is op and 16 <= action.number < 24:
                 seen = max(seen, under_way)
         assert most[LINKS[op].what, sender] == seen, (op, sender)
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("K", [2, 4])
-def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
-    chosen = method(name, accumulation_steps=4)
-    limits = max_pending_of(Pipeline(chosen, K))
-    wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
-    wanted |= {("go", k) for k in range(1, K) if chosen.spec.forward_lock}
-    wanted |= {("label", k) for k in range(K - 1) if chosen.passes_targets}
-    assert wanted <= limits.keys()
-    if chosen.spec.local_losses:
-        assert set(limits.values()) == {Pipeline(chosen, K).max_pending}, "nothing comes back that could tell more"
-    else:
-        assert max(limits.values()) <= Pipeline(chosen, K).max_pending
 
 
 # --- Segments, printing, arguments -------------------------------------------------------------------------

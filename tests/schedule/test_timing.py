@@ -184,18 +184,6 @@ def with_least(K, costs, M=4, **options):
     return with_least_delays(method("adl", accumulation_steps=M, **options), costs).delay
 
 
-@pytest.mark.parametrize("K", [2, 3])
-def test_the_least_delays_of_equal_stages_are_the_known_ones(K):
-    """Whole: K-1-k if links take no time, that of ADL if they do; split: a third, or half of it for short links."""
-    minimal, decoupled = ([factor * (K - 1 - k) for k in range(K)] for factor in (1, 2))
-    third = [2 * (K - k) // 3 for k in range(K)]
-    for link, whole, split in ((0, minimal, third), (0.3, decoupled, minimal), (1.5, decoupled, None)):
-        costs = Costs.balanced(K, link=link)
-        assert with_least(K, costs) == tuple(whole)
-        found = with_least(K, costs, split_backward=True)
-        assert found == tuple(split) if split is not None else found <= tuple(decoupled)
-
-
 @pytest.mark.parametrize("seed", [*range(8), 34, 209])  # in the last two a stage gets less than was tried at first
 def test_the_least_delays_keep_the_speed_and_no_stage_needs_less(seed):
     draw = random.Random(seed)

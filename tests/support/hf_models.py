@@ -23,11 +23,6 @@ DISTILBERT |= {"max_position_embeddings": 12, "attention_dropout": 0.0, "seq_cla
 FAMILIES = {
     "gpt2": (lambda: hf.GPT2Config(**GPT2), "causal-lm", "transformer.wte", "lm_head"),
     "llama": (lambda: hf.LlamaConfig(**DECODER, num_key_value_heads=1), "causal-lm", "model.embed_tokens", "lm_head"),
-    "qwen2": (lambda: hf.Qwen2Config(**DECODER, num_key_value_heads=1), "causal-lm", "model.embed_tokens", "lm_head"),
-    "qwen3": (
-        lambda: hf.Qwen3Config(**DECODER, num_key_value_heads=1, head_dim=8),
-        *("causal-lm", "model.embed_tokens", "lm_head"),
-    ),
     "gemma": (
         lambda: hf.GemmaConfig(**DECODER, num_key_value_heads=1, head_dim=8),
         *("causal-lm", "model.embed_tokens", "lm_head"),

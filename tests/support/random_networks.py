@@ -7,7 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -35,29 +35,6 @@ def random_network(seed: int) -> Case:
     source = writer.write_model(chosen)
     batches = _draw_batches(chosen, writer)
     return Case(seed, source, functools.partial(_build, seed, source), batches, frozenset(writer.features))
-
-
-def call(model: nn.Module, batch: Batch) -> object:
-    """Return the model's output for a batch."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-def tensors_in(output: object) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists, dictionaries and dataclasses, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if isinstance(output, dict):
-        output = list(output.values())
-    elif is_dataclass(output):
-        output = [getattr(output, f.name) for f in fields(output)]
-    return [t for item in output for t in tensors_in(item)] if isinstance(output, list | tuple) else []
-
-
-def loss_of(output: object) -> torch.Tensor:
-    """Return the sum, over all floating-point tensors of an output, of their mean squares."""
-    return sum((t.square().mean() for t in tensors_in(output) if t.is_floating_point()), torch.zeros(()))
 
 
 @functools.lru_cache(maxsize=64)
