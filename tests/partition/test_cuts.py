@@ -16,7 +16,7 @@ FEW = {
 # Gradients are summed over stages, in another order than in the uncut model: of tied weights, and of values that
 # modules on several stages use.
 SUMMED = {
-    *("t5", "bart", "whisper", "albert", "deberta", "deberta-v2", "qwen3", "gemma3", "rwkv", "mamba"),
+    *("t5", "bart", "marian", "whisper", "albert", "deberta", "deberta-v2", "qwen3", "gemma3", "rwkv", "mamba"),
     *("cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224", "inception_v3"),
 }
 # One ulp of the uncut model's weights changes a gradient by 4e-11, and by 2e-7 after the next update.

@@ -80,6 +80,8 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "llama that checkpoints": ("llama", CAUSAL, DECODER, ("ids",)),
     "qwen3": ("qwen3", CAUSAL, {**DECODER, "head_dim": 8}, ("ids", "mask")),
     "mistral": ("mistral", CAUSAL, {**DECODER, "sliding_window": 4}, ("ids", "mask")),
+    "gemma": ("gemma", CAUSAL, {**DECODER, "head_dim": 8}, ("ids", "mask")),
+    "gemma2": ("gemma2", CAUSAL, {**DECODER, "head_dim": 8, "sliding_window": 4}, ("ids", "mask")),
     "gemma3": ("gemma3_text", CAUSAL, {**DECODER, "head_dim": 8, "sliding_window": 4}, ("ids", "mask")),
     "glm": ("glm", CAUSAL, {**DECODER, "head_dim": 8}, ("ids", "mask")),
     "gpt2": ("gpt2", CAUSAL, {**GPT2, "tie_word_embeddings": False}, ("ids", "mask")),
@@ -176,6 +178,7 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("ids", "decoder"),
     ),
     "bart": ("bart", TRANSLATE, SEQ2SEQ, ("ids", "mask", "decoder")),
+    "marian": ("marian", TRANSLATE, SEQ2SEQ, ("ids", "mask", "decoder")),
     "whisper": (
         "whisper",
         "AutoModelForSpeechSeq2Seq",
@@ -202,6 +205,19 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         PICTURE,
         {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2, 1], "num_heads": [1, 2, 2]}
         | {"window_size": 2, "num_labels": CLASSES},
+        ("pixels",),
+    ),
+    "convnext": (
+        "convnext",
+        PICTURE,
+        {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 8, 12], "depths": [1, 2, 1], "num_stages": 3}
+        | {"num_labels": CLASSES},
+        ("pixels",),
+    ),
+    "resnet": (
+        "resnet",
+        PICTURE,
+        {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [2, 2], "layer_type": "basic", "num_labels": CLASSES},
         ("pixels",),
     ),
     "segformer": (
