@@ -87,14 +87,11 @@ def test_all_copies_skip_the_same_groups():
 
 
 OTHERS = {
-    "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)},
     "Muon": {"optimizer": partial(Muon, lr=0.02), "codec": "bf16"},
-    "clip, bfloat16": {"clip_norm": 0.01, "autocast": torch.bfloat16},
     "error feedback": {"options": {"mitigation": ["discount", "error_feedback"]}},
     "spike": {"options": {"mitigation": ["spike"], "flush_epochs": 1}},
     "latest": {"options": {"weights": "latest", "gradient_shrink": 0.5, "reduction": "sum"}},
     "2bw, skip": {"method": "2bw", "clip_norm": 0.1, "non_finite": "skip", "plant": nan_inputs},
-    "split": {"options": {**LATE, "delay": "third"}},
 }
 
 
