@@ -46,11 +46,9 @@ def by_the_equations(K, M, name, codec, gradient_codec):
 
 
 CASES = [
-    (2, 4, "adl", "int8", None, False),
     (3, 1, "adl", "int8", "bf16", False),
     (3, 2, "adl", "none", "int4", False),
     (3, 3, "adl", "int4", "int8", True),
-    (3, 3, "1f1b", "int8", None, False),
     (3, 2, "fr", "int8", None, False),
 ]
 

@@ -26,7 +26,6 @@ sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=
 
 # Each with the dataset, what collates it, and in which order its input names the model's arguments.
 DATA = {
-    "tuple": (Masked, None),
     "names": (functools.partial(Masked, named=True), None),
     "lengths": (Sentences, padded),
     "lengths by names": (Sentences, by_names),
