@@ -82,24 +82,6 @@ def in_place(m, x):
     return m.b(torch.relu_(m.a(x)))
 
 
-class Reversible(torch.autograd.Function):
-    """Computes again in its backward, and takes the gradients of the weights from there."""
-
-    @staticmethod
-    def forward(ctx, x, layer, *parameters):
-        ctx.save_for_backward(x, *parameters)
-        ctx.layer = layer
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, *parameters = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            of_x, *of_parameters = torch.autograd.grad(ctx.layer(x), [x, *parameters], grad)
-        return of_x, None, *of_parameters
-
-
 def twice_backward(m, x):
     """As a fixed point's: a hook goes through the layer once more, for the gradient of its input alone."""
     y = torch.tanh(m.a(x))
@@ -167,10 +149,6 @@ LEFT = {
     "torchscript": (scripted(), LINEAR),
     "replayed in a nested backward": (
         Of(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
-        LINEAR,
-    ),
-    "a backward that asks for gradients": (
-        Of(lambda m, x: Reversible.apply(x, m.a, *m.a.parameters()), a=nn.Linear(6, 6)),
         LINEAR,
     ),
 }  # fmt: skip

@@ -5,14 +5,13 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
-from adl_dist.stage.stats import StepStats, norm_of
+from adl_dist.stage.stats import StepStats
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
 from tests.support.kill import records
 from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, pick, toy_trainer, train
@@ -190,12 +189,6 @@ def test_what_a_broken_off_group_has_sent_judges_no_other():
     faults.sent((torch.tensor([INF]),))
     faults.forget()
     assert faults.judge(tally_of(), (), update=0, epoch=0) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_norm_is_that_of_torch(dtype):
-    gradients = [torch.randn(shape, dtype=dtype) for shape in [(3, 4), (), (7,), (2, 0)]]
-    assert torch.equal(norm_of(gradients), get_total_norm(gradients))
 
 
 @pytest.mark.usefixtures("underway")

@@ -56,8 +56,6 @@ def fitted(name, K, M, method="adl", *, loss_fn=LOSS, codec="none", **options):
 
 
 def modules(K):
-    if K == 1:
-        return [_Whole(encoder().double())]
     whole = [of for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
     one = [whole[0], whole[1], rows_of(whole[0], (slice(None), slice(5)))]
     model = encoder().double()
@@ -84,17 +82,6 @@ class _Called(nn.Module):
         return self._run(*(given if isinstance(given, tuple) else given.tensors))
 
 
-class _Whole(nn.Module):
-    """The model as the only module of the equations, with the model's own names."""
-
-    def __init__(self, model):
-        super().__init__()
-        vars(self).update(_modules=model._modules, _run=type(model).forward)
-
-    def forward(self, given):
-        return self._run(self, *given)
-
-
 def loss_of_some(out, target):
     return LOSS(out, target) if (target != IGNORED).any() else (out * 0).sum()
 
@@ -110,7 +97,6 @@ def by_the_equations(name, K, M, method, **more):
 
 
 CASES = [
-    ("lengths", 1, 3, "adl"),
     ("lengths", 3, 2, "adl"),
     ("lengths", 2, 1, "dsp"),
     ("names", 3, 3, "adl"),
