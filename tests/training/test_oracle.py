@@ -1,4 +1,4 @@
-"""The oracle against autograd, torch.optim and sums done by hand: it is the reference of the equality tests."""
+"""The oracle against sums on paper and versions of the papers: it is the reference of the equality tests."""
 
 import pytest
 import torch

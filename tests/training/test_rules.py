@@ -1,4 +1,4 @@
-"""Groups of an optimizer by rule: plain torch with these groups, frozen stages by the equations, any K, any process."""
+"""Groups of an optimizer by rule: plain torch with these groups, frozen stages by the equations."""
 
 from functools import partial
 

@@ -220,7 +220,7 @@ def sum_and_count(out, target):
     return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
 
 
-def test_coded_lengths_and_a_sum_with_a_count_follow_the_equations():
+def test_coded_lengths_with_a_sum_and_a_count_follow_equations():
     """Blocks are of one sample, so what one becomes does not depend on the length of others."""
     expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, "int4", "int4"))
     state, summary = fitted("lengths", 3, 2, loss_fn=sum_and_count, codec="int4")

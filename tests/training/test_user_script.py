@@ -1,4 +1,4 @@
-"""The Python API and the command line as users start them: plainly, and under torchrun."""
+"""The Python API as users start it: plainly, and under torchrun."""
 
 import json
 

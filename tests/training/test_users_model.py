@@ -1,17 +1,14 @@
 """The module that the user has handed over holds the trained weights afterwards, whatever ended the training."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.errors import DivergedError
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
-from tests.support.values import SILENT, values
+from tests.support.values import SILENT
 
 K, M, SIZE = 3, 2, 2
 
@@ -38,15 +35,8 @@ class Positioned(nn.Module):
         return self.last(x)
 
 
-def trainer_of(model, method, **options):
-    return adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        method=adl_dist.method(method, accumulation_steps=M),
-        num_stages=K,
-        **values(threads=1, balance="even", granularity="layer", **options),
-    )
+def trainer_of(model, method):
+    return toy_trainer(K, M, method, model=model, balance="even", granularity="layer")
 
 
 def fit(trainer, data, **options):
