@@ -59,16 +59,8 @@ def test_multistep_and_cosine_are_torchs_counted_in_updates():
     assert learning_rates(ours, 31) == pytest.approx(learning_rates(theirs, 31), rel=1e-12)
 
 
-def test_constant_is_the_optimizers_own_rate_after_warm_up():
-    assert learning_rates(constant(sgd(0.4), updates_per_epoch=10), 3) == [0.4, 0.4, 0.4]
-    assert learning_rates(constant(sgd(0.4), updates_per_epoch=2, warmup_epochs=1), 3) == [0.2, 0.4, 0.4]
-
-
 SCHEDULES = {
     "ours": lambda o: multistep(o, updates_per_epoch=3, milestones=[2, 4], warmup_epochs=1.5),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda s: 0.97**s),
-    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.97),
-    "linear": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=9),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 17),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=60),
     "sequential": lambda o: lr_scheduler.SequentialLR(
@@ -80,7 +72,7 @@ SCHEDULES = {
 # SequentialLR itself steps its parts with an argument that torch has deprecated.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("done", [0, 1, 13])
+@pytest.mark.parametrize("done", [0, 13])
 def test_a_resumed_schedule_has_the_uninterrupted_ones_rates(kind, done):
     """To the bit, whether or not the optimizer's state was loaded before."""
     first = SCHEDULES[kind](sgd())

@@ -1,13 +1,10 @@
 """What each parameter is for is known of the uncut model, and so is the same in every cut."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from adl_dist.models import cifar_resnet
 from adl_dist.optimizers import Muon, mark_roles
-from tests.support.slices import cut
 
 
 class Sentence(nn.Module):
@@ -74,17 +71,3 @@ def test_parametrized_layers_have_the_roles_of_plain_ones():
 def test_a_tied_head_is_an_embedding_and_no_other_layer_the_head():
     found = matrices_of(marked(Sentence(ties=True)))
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
-
-
-def test_every_convolution_of_a_resnet_is_a_matrix():
-    model = marked(cifar_resnet(20, width=4))
-    convolutions = [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
-    assert matrices_of(model) == sorted(convolutions)
-
-
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_the_parts_of_a_model_have_the_roles_of_the_whole(num_stages):
-    model = marked(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
-    parts = cut(model, num_stages=num_stages, balance=[6 // num_stages] * num_stages)
-    found = [name for part in parts for name in matrices_of(part)]
-    assert found == [f"{unit}.weight" for unit in range(5)]

@@ -52,18 +52,21 @@ def test_all_criteria_of_a_rule_must_be_met_each_by_one_value():
     assert names_with([rule], "weight_decay", 0) == expected
 
 
-def test_the_rest_of_muon_is_stepped_in_all_of_its_groups():
+def test_muon_steps_all_groups_of_matrices_and_of_the_rest():
     model = batch_norm_net()
-    make = partial(Muon, rest="sgd", rest_lr=0.5, rest_options={"momentum": 0.0})
-    ruled = with_rules(make, [{"names": "*.bias", "lr_factor": 0.5}, {"names": "1.norm.*", "weight_decay": 0.25}])
+    make = partial(Muon, weight_decay=0.0, rest="sgd", rest_lr=0.5, rest_options={"momentum": 0.0})
+    rules = [{"names": ["*.bias", "4.conv.*"], "lr_factor": 0.5}, {"names": "1.norm.*", "weight_decay": 0.25}]
+    ruled = with_rules(make, rules)
     prepare(model, ruled)
     optimizer = ruled(model.parameters())
     rest = {p for group in optimizer.param_groups if "rule" in group for p in group["params"]}
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p in rest}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    for name, old in before.items():
+    half, whole = (model.get_parameter(name) - before[name] for name in ("4.conv.weight", "5.conv.weight"))
+    torch.testing.assert_close(half, whole / 2)
+    for name, old in ((name, old) for name, old in before.items() if model.get_parameter(name) in rest):
         rate, decay = 0.25 if name.endswith("bias") else 0.5, 0.25 if name.startswith("1.norm") else 0.0
         torch.testing.assert_close(model.get_parameter(name).detach(), old - rate * (1 + decay * old))
 

@@ -1,6 +1,5 @@
 """Muon is torch's own for its matrices; the rest is torch's AdamW or SGD."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -106,15 +105,3 @@ def test_without_a_gradient_nothing_moves_nor_is_remembered(make):
     moved = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
     assert moved == ["0.weight"]
     assert [*optimizer.state] == [model[0].weight]
-
-
-@BOTH
-def test_its_state_dict_continues_it_bit_for_bit(make):
-    whole = net()
-    expected = stepped(whole, make(whole.parameters()))
-    model = net()
-    first = make(model.parameters())
-    stepped(model, first, range(9))
-    second = make(model.parameters(), lr=77.0)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert_same(stepped(model, second, range(9, UPDATES)), expected)

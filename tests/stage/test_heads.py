@@ -44,7 +44,7 @@ def test_predsim_matches_the_samples_that_have_a_class(shape, ignored):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 5, 7, 12])
+@pytest.mark.parametrize("size", [1, 5, 12])
 def test_an_average_is_the_adaptive_one(size, number):
     results = []
     for pool in (Pool(number), nn.AdaptiveAvgPool2d(number)):

@@ -168,7 +168,6 @@ OUTS = tuple(torch.randn(n, C) for n in SIZES)
 OF_TOKENS = tuple(torch.randn(n, C, T) for n in SIZES)
 OF_SIZES = tuple(torch.arange(n) % C for n in SIZES)
 PADDED = tuple((torch.arange(n * T).reshape(n, T) % C).index_fill(1, torch.arange(n - 1), -100) for n in SIZES)
-NUMBERS = tuple(torch.rand(n, C) for n in SIZES)
 IN_SINGLE = WEIGHT.float()
 
 
@@ -229,15 +228,12 @@ CHECKED = {
     "a partial": (functools.partial(F.cross_entropy, weight=IN_SINGLE, ignore_index=1), OUTS, OF_SIZES, None),
     "its terms": (masked, OF_TOKENS, PADDED, None),
     "no terms": (masked, OF_TOKENS, (PADDED[0], torch.full_like(PADDED[1], -100)), None),
-    "numbers": (nn.BCELoss(), NUMBERS, NUMBERS, None),
     "by hand": (by_hand, OUTS, OF_SIZES, None),
     "named": (lambda out, y: by_hand(out["logits"], y), tuple({"logits": out} for out in OUTS), OF_SIZES, None),
     "random": (lambda out, target: by_hand(out, target) * torch.rand(()), OUTS, OF_SIZES, None),
     "writing": (writing, OUTS, OF_SIZES, None),
     "class weights": (lambda out, y: F.cross_entropy(out, y, weight=IN_SINGLE), OUTS, OF_SIZES, NO_MEAN),
     "ignored": (lambda out, y: F.cross_entropy(out, y, ignore_index=2), OUTS, OF_SIZES, NO_MEAN),
-    "sum": (lambda out, y: F.cross_entropy(out, y, reduction="sum"), OUTS, OF_SIZES, NO_MEAN),
-    "root": (lambda out, target: by_hand(out, target).sqrt(), OUTS, OF_SIZES, NO_MEAN),
     "contrastive": (contrastive, OUTS, OF_SIZES, NO_MEAN),
     "padding": (by_hand, OF_TOKENS, PADDED, "no mean over the samples"),
     "alike": (by_hand, tuple(0.02 * out for out in OF_TOKENS), PADDED, "no mean over the samples"),

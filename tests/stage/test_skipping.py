@@ -5,15 +5,13 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import NonFiniteCheck, keep_buffers_finite
-from adl_dist.stage.stats import StepStats, norm_of
-from tests.support.commands import assert_same
+from adl_dist.stage.stats import StepStats
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
 from tests.support.kill import records
 from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, pick, toy_trainer, train
@@ -46,10 +44,6 @@ def test_an_infinite_gradient_of_the_last_stage_skips_its_group():
     state, summary = train(2, 2, torch.float64, plant=infinite_gradient, epochs=1, **SKIP)
     assert_close(state, by_the_equations(2, 2, [2, 0], "stash", epochs=1, skipped=[2]))
     assert summary["skipped_updates"] == 1
-
-
-def test_without_a_fault_skip_and_stop_are_the_same():
-    assert_same(train(3, 2, torch.float32, **SKIP)[0], train(3, 2, torch.float32)[0])
 
 
 def test_skipped_updates_are_recorded_with_their_reason(tmp_path, capsys):
@@ -124,20 +118,18 @@ def test_a_loss_of_ones_own_may_be_nan_for_another_reason():
         trainer.fit(data, epochs=1, batch_size=8, monitoring=QUIET)
 
 
-@pytest.mark.parametrize("method", ["adl", "gpipe"])
-def test_the_stage_nearest_the_loss_reports_a_shared_fault(method):
+def test_the_stage_nearest_the_loss_reports_a_shared_fault():
     for seed in range(2):
         with (
             pick(random.Random(seed).choice),
             pytest.raises(DivergedError, match=r"stage 2: the loss is nan at update 0 \(epoch 1\)"),
         ):
-            train(3, 2, torch.float32, method=method, plant=nan_inputs)
+            train(3, 2, torch.float32, plant=nan_inputs)
 
 
-@pytest.mark.parametrize(("K", "stage"), [(1, 0), (3, 1)])
-def test_a_gradient_that_is_not_finite_stops_before_it_is_used(K, stage):
-    with pytest.raises(DivergedError, match=rf"stage {stage}: the norm of the gradient is nan at update 2 \(epoch 1\)"):
-        train(K, 2, torch.float32, plant=infinite_gradient)
+def test_a_gradient_that_is_not_finite_stops_before_it_is_used():
+    with pytest.raises(DivergedError, match=r"stage 1: the norm of the gradient is nan at update 2 \(epoch 1\)"):
+        train(3, 2, torch.float32, plant=infinite_gradient)
 
 
 def test_a_mask_of_infinities_is_no_fault_and_does_not_hide_one():
@@ -197,12 +189,6 @@ def test_what_a_broken_off_group_has_sent_judges_no_other():
     faults.sent((torch.tensor([INF]),))
     faults.forget()
     assert faults.judge(tally_of(), (), update=0, epoch=0) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_norm_is_that_of_torch(dtype):
-    gradients = [torch.randn(shape, dtype=dtype) for shape in [(3, 4), (), (7,), (2, 0)]]
-    assert torch.equal(norm_of(gradients), get_total_norm(gradients))
 
 
 @pytest.mark.usefixtures("underway")

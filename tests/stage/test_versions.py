@@ -20,21 +20,6 @@ def graph_over(p):
     return p.square().sum()
 
 
-def test_a_graph_keeps_its_weights_and_the_parameter_moves_on():
-    p = nn.Parameter(torch.tensor([1.0, 2.0]))
-    p.grad = torch.tensor([5.0, 5.0])
-    before = graph_over(p)
-    (older,) = Exchange([p]).start_version()
-    with torch.no_grad():
-        p.add_(1)
-    before.backward()
-    graph_over(p).backward()
-    assert older.tolist() == [1, 2]
-    assert older.grad.tolist() == [2, 4]
-    assert p.tolist() == [2, 3]
-    assert p.grad.tolist() == [9, 11], "what was there before has moved along"
-
-
 def test_a_parameter_keeps_type_attributes_and_format():
     p = Marked(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     p.lr_scale = 0.5

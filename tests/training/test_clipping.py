@@ -1,6 +1,5 @@
 """Clipping by the norm of the whole model: to the bit as plain torch does it, in a loop that shares no code."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -43,7 +42,7 @@ def oracle(model, *, optimizer=sgd, in_reverse=False, norms=None):
     return plain_loop(model, optimizer(model.parameters()), in_reverse=in_reverse, norms=norms, **how)
 
 
-@pytest.mark.parametrize(("name", "K"), [("adl", 1), *itertools.product(METHODS, (2, 3))])
+@pytest.mark.parametrize(("name", "K"), [("adl", 1), ("1f1b", 2), *((name, 3) for name in METHODS)])
 def test_weights_are_those_of_plain_torch_to_the_bit(name, K):
     expected = oracle(batch_norm_net(), in_reverse=name == "gpipe")
     assert_same(train(K, 3, torch.float32, method=name, clip_norm=CLIP)[0], expected)

@@ -95,6 +95,3 @@ def test_a_sum_of_gradients_and_clipping_follow_the_equations():
     clipped = by_the_equations(3, 2, LINEAR, clip_norm=0.05, reduction="sum")[0]
     assert_close(run(3, 2, {**LINEAR, "reduction": "sum"}, clip_norm=0.05), clipped)
     assert differ(clipped, by_the_equations(3, 2, LINEAR, reduction="sum")[0]) > 1e-3
-
-
-# --- Refusals ----------------------------------------------------------------------------------------------

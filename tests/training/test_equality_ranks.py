@@ -1,12 +1,10 @@
 """K gloo processes against K stages in one process: the same bits, for every method, option and kind of model."""
 
-import functools
 import os
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from adl_dist.optimizers import Muon, with_rules
 from tests.support.ranks import RanksFailed, run_ranks
@@ -21,11 +19,9 @@ from tests.training import test_losses, test_random_streams, test_structured_bat
 pytestmark = pytest.mark.ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-RULES = [{"ndim": 1, "weight_decay": 0.0}, {"names": "6.*", "lr_factor": 0.25}, {"names": "1.conv.*", "frozen": True}]
 SPOILT = {"non_finite": "skip", "plant": nan_inputs}
 LOWERED = {"autocast": torch.bfloat16}
 LINEAR = {"head": "linear"}
-CLIPPED = "bp", "gpipe", "1f1b", "zbh1"  # as test_clipping.py compares them with plain torch
 SPLIT = {"split_backward": True, "delay": "third"}
 
 
@@ -52,16 +48,12 @@ ROWS = {
         **{f"M={M}": toy(2, M, epochs=2, verify=True) for M in (1, 2, 3, 4)},
         "float64": toy(2, 2, torch.float64, shuffle=True, dropout=0.3, ema=0.9),
         "muon, clipped": toy(2, 2, optimizer=partial(Muon, lr=0.02), clip_norm=0.3, **SPOILT),
-        "rules": toy(2, 2, optimizer=with_rules(ADAMW, RULES), dropout=0.3),
         "int8": toy(2, 2, codec="int8", channels_last=True, **SPOILT),
         "bf16, autocast": toy(2, 2, codec="bf16", **LOWERED),
         "tied": tied(2, 3, optimizer=ADAMW, ema=0.9),
         "tied, split": tied(2, 3, options=SPLIT, clip_norm=0.01, **LOWERED),
         "tied, clipped": tied(2, 3, method="1f1b", options={"split_backward": True}, clip_norm=0.01, **SPOILT),
-        **{f"{name}, clipped": toy(2, 3, method=name, clip_norm=1.9, epochs=1) for name in CLIPPED},
-        "class weights": partial(test_losses.fitted, "class weights", K=2, method="adl"),
         "tokens": partial(test_losses.fitted, "tokens", K=2, method="gpipe", options={"recompute": "except_last"}),
-        "a masked input": partial(test_structured_batches.fitted, "tuple", 2, 2),
         "lengths": partial(test_structured_batches.fitted, "lengths by names", 2, 3),
         "noise": partial(test_random_streams.with_noise, "backward", "adl", 2, {}, balance="even"),
     },
@@ -88,7 +80,7 @@ ROWS = {
         "tied": tied(3, 3, method="2bw", clip_norm=0.1),
     },
     4: {
-        **{f"M={M}": toy(4, M, epochs=2) for M in (1, 2, 3, 4)},
+        **{f"M={M}": toy(4, M) for M in (1, 2, 3, 4)},
         "unet": unets(2, torch.float64, verify=True),
         "unet, int8": unets(1, codec="int8"),
     },
@@ -117,8 +109,8 @@ def test_k_processes_equal_one_process_bit_for_bit(K):
             assert figures == of_one, name
 
 
-# K, P, v, M and further options; K = 3 leaves the second process one stage, and both ends of the pipeline the first.
-SHARED = [(3, 2, 2, 4, {"shuffle": True, "clip_norm": 1.9}), (7, 3, 3, 5, {"balance": [1] * 7})]
+# K, P, v, M and further options; K = 7 leaves the last process one stage, and both ends of the pipeline the first.
+SHARED = [(7, 3, 3, 5, {"balance": [1] * 7, "shuffle": True, "clip_norm": 1.9})]
 SHARED += [slow(*case, {"dtype": torch.float64}) for case in ((4, 2, 2, 1), (4, 2, 2, 5), (3, 2, 2, 4))]
 
 
@@ -171,18 +163,12 @@ def test_ranks_with_weights_of_a_checkpoint_need_no_common_seed(tmp_path):
     assert found == [(expected, 4)] * 2
 
 
-def evaluated_first(last=nn.Identity):
+def evaluated_first():
     """Evaluate, when no stage knows the micro-batches of training, and train then; the last one holds one sample."""
-    trainer = toy_trainer(2, 1, model=nn.Sequential(*batch_norm_net(), last()), balance="even")
+    trainer = toy_trainer(2, 1)
     trainer.evaluate(FixedImages(8), batch_size=4)
     return trainer.fit(FixedImages(9), epochs=1, batch_size=4, monitoring=SILENT)["updates"]
 
 
 def test_a_small_last_micro_batch_may_come_after_an_evaluation():
     assert run_ranks(2, evaluated_first) == [3, 3]
-
-
-def test_one_sample_that_cannot_be_normalised_is_refused_then():
-    told = r"holds 1 sample, and the model .*Expected more than 1 value per channel.*another batch_size"
-    with pytest.raises(RanksFailed, match=told):
-        run_ranks(2, evaluated_first, functools.partial(nn.BatchNorm1d, 5))

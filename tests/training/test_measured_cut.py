@@ -12,8 +12,7 @@ import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.partition.costs import Profile
 from adl_dist.schedule import method
-from tests.support.commands import assert_same
-from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.toys import NUM_CLASSES, FixedImages
 from tests.support.values import SILENT, values
 
 LOSS = nn.CrossEntropyLoss()
@@ -100,16 +99,6 @@ def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
         ConfigError, match=r"method\(delay='auto'\) follows from measured stages; use PartitionSpec\(balance='auto'\)"
     ):
         trainer_of(slow_in_the_middle(), **auto, balance="even")
-
-
-def test_measuring_leaves_no_mark_on_the_training():
-    """Without staleness the values do not depend on where the measured cut is."""
-    states = []
-    for balance in ("auto", "even"):
-        trainer = trainer_of(batch_norm_net(), balance=balance, method=method("1f1b", accumulation_steps=2))
-        fit(trainer)
-        states.append(trainer.full_state_dict())
-    assert_same(*states)
 
 
 # --- Links -------------------------------------------------------------------------------------------------------

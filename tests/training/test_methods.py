@@ -101,11 +101,10 @@ def awkward_net():
     return nn.Sequential(activation, spectral, view, first, nn.Conv2d(4, 4, 1), nn.Dropout(0.4, inplace=True), *rest)
 
 
-@pytest.mark.parametrize("recompute", ["always"])
-def test_recomputation_changes_nothing_in_gpipe(recompute):
+def test_recomputation_changes_nothing_in_gpipe():
     """A replay meets the input and the buffers of the forward, and its dropout."""
     runs = []
-    for options in ({"recompute": recompute}, {}):
+    for options in ({"recompute": "always"}, {}):
         trainer = toy_trainer(3, 3, "gpipe", options, model=awkward_net(), balance=[2, 3, 7])
         trainer.fit(FixedImages(18), epochs=2, batch_size=9, monitoring=QUIET)
         runs.append(trainer.full_state_dict())
@@ -129,13 +128,6 @@ def test_2bw_is_sgd_delayed_by_one_update_whatever_the_cut():
     for K in (1, 3):
         assert_close(run(K, 2, "2bw"), expected)
     assert_close(run(3, 2, "adl", weights="2bw", delay="minimal"), expected)
-
-
-@pytest.mark.parametrize(
-    "pair", [("adl", "paci"), ("ddg", "paci"), ("ddg", "fr"), ("fdg", "ddg"), ("fdg", "dsp"), ("2bw", "adl")]
-)
-def test_methods_that_differ_reach_different_weights(pair):
-    assert differ(*(run(3, 2, name) for name in pair)) > 1e-6
 
 
 # --- Parity with the authors' codes ------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import random
 import pytest
 import torch
 
-from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
 from tests.support.mitigated import ADAM_DECAY, BETAS, DECAY, EPS, MU, Mitigated
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, train, trained, warm_up
@@ -156,26 +155,7 @@ def test_the_first_epochs_flush_and_then_staleness_begins(name, weights):
     assert differ(got, by_the_equations(3, 2, delays, weights, kind, rows)) > 1e-6
 
 
-by_bp = functools.cache(functools.partial(train, dtype=torch.float32, method="bp"))
-
-
-@pytest.mark.parametrize("name", ["dsp", "2bw"])
-def test_a_run_of_nothing_but_flushes_is_bp_to_the_bit(name):
-    bp = by_bp(3, 3)[0]
-    assert_same(train(3, 3, torch.float32, method=name, options={"flush_epochs": 9})[0], bp)
-
-
 # --- What stays as it is -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["all that fits"])
-def test_without_delay_nothing_changes_to_the_bit(name):
-    rows, (kind, *_) = ROWS[name]
-    with_rows, without = (
-        train(3, 2, torch.float32, options={"delay": [0, 0, 0], **options}, optimizer=OPTIMIZERS[kind])[0]
-        for options in (options_of(rows), {})
-    )
-    assert_same(with_rows, without)
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
@@ -190,8 +170,7 @@ def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
     assert summary["validation_loss"] == pytest.approx(loss, rel=1e-12)
 
 
-@pytest.mark.parametrize("rows", [{"spike": {}, **STRONG}])
-def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
+def test_sparse_gradients_are_mitigated_like_dense_ones():
     class Bag(torch.nn.Module):
         def __init__(self, sparse):
             super().__init__()
@@ -203,7 +182,7 @@ def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
     def trained_with(sparse):
         torch.manual_seed(0)
         model = torch.nn.Sequential(Bag(sparse), torch.nn.Tanh(), torch.nn.Linear(6, 5))
-        options = {"delay": [3, 0], **options_of(rows)}
+        options = {"delay": [3, 0], **options_of({"spike": {}, **STRONG})}
         optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=MU)
         more = {"model": lambda: model, "balance": [2, 1], "granularity": "block"}
         return train(2, 1, torch.float64, options=options, optimizer=optimizer, **more)[0]

@@ -1,73 +1,10 @@
-"""The oracle against autograd, torch.optim and sums done by hand: it is the reference of the equality tests."""
+"""The oracle against sums on paper and versions of the papers: it is the reference of the equality tests."""
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.equations import assert_close, differ, micro_batches
-from tests.support.oracle import backward_by_hand, keeping, train_by_the_equations
-from tests.support.slices import cut
-from tests.support.toys import batch_norm_net
-
-LOSS = nn.CrossEntropyLoss()
-BALANCE = [2, 4, 1]
-K = len(BALANCE)
-BATCHES = micro_batches(3, 20)  # seven, of which the last holds two; with M = 3 the last group is a single one
-
-
-def modules():
-    return cut(batch_norm_net().double(), num_stages=K, balance=BALANCE)
-
-
-def train(weights="stash", *, epochs=2, M=3, **options):
-    options = {"lr": [0.1] * 99, "loss_fn": LOSS} | options
-    return train_by_the_equations(modules(), [BATCHES] * epochs, M=M, weights=weights, **options)
-
-
-def plain_sgd(*, lr, M=3, epochs=2, momentum=0.0, weight_decay=0.0):
-    """The loop of every tutorial, with accumulation."""
-    model = batch_norm_net().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, weight_decay=weight_decay)
-    rates = iter(lr)
-    for _ in range(epochs):
-        for start in range(0, len(BATCHES), M):
-            group = BATCHES[start : start + M]
-            optimizer.zero_grad()
-            for x, target in group:
-                (LOSS(model(x), target) * len(target) / sum(len(t) for _, t in group)).backward()
-            optimizer.param_groups[0]["lr"] = next(rates)
-            optimizer.step()
-    return model.state_dict()
-
-
-@pytest.mark.parametrize(("weights", "M"), [("stash", 3), ("recompute", 3), ("latest", 3), ("2bw", len(BATCHES))])
-def test_without_delays_every_policy_is_plain_sgd(weights, M):
-    """2BW has no delays of its own: there, one group per epoch leaves nothing to be late."""
-    lr = [0.1, 0.3, 0.2, 0.05, 0.1, 0.2]
-    options = {"momentum": 0.9, "weight_decay": 0.01, "lr": lr, "M": M}
-    assert_close(train(weights, delays=[0] * K, **options), plain_sgd(**options))
-
-
-@pytest.mark.parametrize("change", [0.0, 0.5], ids=["at rest", "changed after the forward"])
-def test_the_backward_by_hand_is_that_of_torch(change):
-    """Torch does not notice a change through ``.data``, and then computes the very hybrid that the oracle means."""
-    model = batch_norm_net().double().train()
-    x, target = BATCHES[0]
-    x = x.clone().requires_grad_()
-    with keeping(model) as kept:
-        y = model(x)
-    error = torch.autograd.grad(LOSS(y, target), y, retain_graph=True)[0]
-    of_old = torch.autograd.grad(y, [x, *model.parameters()], error, retain_graph=True)
-    torch.manual_seed(1)
-    for p in model.parameters():
-        p.data.add_(torch.randn_like(p), alpha=change)
-    of_x, *expected = torch.autograd.grad(y, [x, *model.parameters()], error)
-    assert (differ({"x": of_x}, {"x": of_old[0]}) > 1e-3) == (change > 0)
-
-    got_x, got = backward_by_hand(model, {n: p.detach() for n, p in model.named_parameters()}, kept, error)
-    assert_close(
-        got | {"x": got_x}, {n: g for (n, _), g in zip(model.named_parameters(), expected, strict=True)} | {"x": of_x}
-    )
+from tests.support.oracle import train_by_the_equations
 
 
 class Scale(nn.Linear):

@@ -5,17 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
 import adl_dist
-from adl_dist import Callback, CheckpointPolicy, EpochMetric, Loading
+from adl_dist import Callback, CheckpointPolicy, Loading
 from adl_dist.errors import ConfigError
 from adl_dist.losses import ModelLoss
 from tests.support.runs import toy_trainer
-from tests.support.values import QUIET, SILENT
+from tests.support.values import SILENT
 
 DTYPE, NUM, BATCH, STEPS, CLASSES = torch.float64, 24, 8, 2, 3
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -98,14 +97,6 @@ def assert_close(seen, expected):
     assert [loss for _, loss in seen.validation] == pytest.approx([loss for _, loss in expected[1]], rel=1e-12)
 
 
-@pytest.mark.parametrize("K", [1, 2, 3])
-def test_the_loss_of_the_model_trains_as_in_a_plain_loop(K):
-    (x, y), other = samples(), samples(10, seed=2)
-    _, seen, summary = fitted(K, WithTargets(x, y), WithTargets(*other))
-    assert_close(seen, plain_losses(in_batches(x, y), own_loss, lambda model: own_loss(model, *other).item()))
-    assert 0 < summary["validation_accuracy"] <= 1
-
-
 def test_terms_of_the_loss_of_the_model_are_counted():
     x, y = samples()
     y[::3], y[1] = -1, -1  # micro-batches of 2 and 3 terms
@@ -137,11 +128,10 @@ def soft(y):
     return 0.1 / CLASSES + 0.9 * F.one_hot(y, CLASSES).to(DTYPE)
 
 
-@pytest.mark.parametrize("K", [1, 2])
-def test_mixup_trains_on_soft_targets_and_measures_classes(K):
+def test_mixup_trains_on_soft_targets_and_measures_classes():
     data, other, loss_fn = TensorDataset(*samples()), samples(10, seed=2), nn.CrossEntropyLoss()
     loading = Loading(collate_fn=mixed, val_collate_fn=unmixed)
-    trainer, seen, summary = fitted(K, data, TensorDataset(*other), loss_fn=loss_fn, loading=loading)
+    trainer, seen, summary = fitted(2, data, TensorDataset(*other), loss_fn=loss_fn, loading=loading)
     micro = [mixed([data[i] for i in range(first, first + 4)]) for first in range(0, NUM, 4)]
     batches = [tuple(map(torch.cat, zip(*micro[i : i + STEPS], strict=True))) for i in range(0, len(micro), STEPS)] * 2
     plain = Net()
@@ -152,16 +142,13 @@ def test_mixup_trains_on_soft_targets_and_measures_classes(K):
     assert trainer.evaluate(TensorDataset(*other)) == {k: v for k, v in summary.items() if k.startswith("validation")}
 
 
-@pytest.mark.parametrize("saved", ["pt", "safetensors"])
-def test_a_new_head_keeps_its_own_values_on_old_weights(saved, tmp_path):
-    from safetensors.torch import save_file
-
-    old, new, path = Net(), Net(), tmp_path / f"old.{saved}"
+def test_a_new_head_keeps_its_own_values_on_old_weights(tmp_path):
+    old, new, path = Net(), Net(), tmp_path / "old.pt"
     with torch.no_grad():
         for p in old.parameters():
             p.add_(1.0)
     old.head = nn.Linear(8, 7)
-    (torch.save if saved == "pt" else save_file)(old.state_dict(), path)
+    torch.save(old.state_dict(), path)
     own = {name: value.clone() for name, value in new.state_dict().items()}
     make = partial(adl_dist.Trainer, new, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, init_from=path)
     state = make(init_skip=["head.*"]).full_state_dict()
@@ -173,7 +160,7 @@ def test_a_new_head_keeps_its_own_values_on_old_weights(saved, tmp_path):
         make(init_skip=["second.*"])
 
 
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("K", [1, 3])
 def test_evaluation_every_two_updates_is_that_of_a_plain_loop(K):
     (x, y), other = samples(5 * BATCH), samples(10, seed=2)
     _, seen, summary = fitted(K, WithTargets(x, y), WithTargets(*other), eval_every_updates=2)
@@ -181,6 +168,7 @@ def test_evaluation_every_two_updates_is_that_of_a_plain_loop(K):
     _, validation = plain_losses(in_batches(x, y), own_loss, lambda m: own_loss(m, *other).item(), every=1)
     assert_close(seen, (train, [validation[update - 1] for update in (2, 4, 5, 7, 9, 10)]))
     assert summary["validation_loss"] == seen.validation[-1][1]
+    assert 0 < summary["validation_accuracy"] <= 1
 
 
 def test_evaluation_in_mid_epoch_empties_the_pipeline(tmp_path, capsys):
@@ -194,26 +182,6 @@ def test_evaluation_in_mid_epoch_empties_the_pipeline(tmp_path, capsys):
     states = [one.full_state_dict() for one in (evaluated, saved, plain)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
-
-
-def test_a_macro_f1_is_that_of_all_outputs_of_the_validation():
-    @EpochMetric
-    def macro_f1(outputs, targets):
-        return f1_score(targets, outputs.argmax(1), average="macro")
-
-    data, other = TensorDataset(*samples()), samples(10, seed=2)
-    more = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, "metrics": ["accuracy", macro_f1], "dtype": DTYPE}
-    trainer = toy_trainer(2, STEPS, "gpipe", model=Net(), **more)
-    how = {"epochs": 2, "batch_size": BATCH, "val_dataset": TensorDataset(*other), "monitoring": QUIET}
-    summary = trainer.fit(data, **how)
-    model = Net().double()
-    model.load_state_dict(trainer.full_state_dict())
-    assert summary["validation_macro_f1"] == f1_score(other[1], model(other[0]).argmax(1), average="macro")
-    broken = toy_trainer(1, model=Net(), **more | {"metrics": [EpochMetric({}.__getitem__)]})
-    with pytest.raises(
-        ConfigError, match=r"metrics: __getitem__ fails: TypeError: .* \(outputs, targets\) of the whole"
-    ):
-        broken.fit(data, **how)
 
 
 def test_text_is_written_by_the_weights_of_each_checkpoint(tmp_path, capsys):

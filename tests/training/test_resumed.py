@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from adl_dist.optimizers import Muon, with_rules
+from adl_dist.optimizers import with_rules
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close
 from tests.support.runs import sgd, toy_trainer, train, warm_up_schedule
@@ -14,13 +14,8 @@ from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-LATEST = {"mitigation": ["predict", "spike"], "weights": "latest"}
-SPLIT = {"split_backward": True, "delay": "third"}
 ROWS = {
-    "predicted": {"options": LATEST, "ema": 0.9},
-    "split": {"options": SPLIT, "dropout": 0.3},
     "coded": {"codec": "int8", "shuffle": True},
-    "interleaved": {"method": "interleaved"},
     "2bw": {"method": "2bw", "options": {"mitigation": ["error_feedback"]}},
     "dsp": {"method": "dsp", "options": {"activation_queue": 2}, "dropout": 0.3},
     "paci": {"method": "paci", "ema": 0.9},
@@ -40,7 +35,6 @@ def test_a_resumed_run_ends_in_the_same_bits(case, tmp_path):
 RULES = [{"ndim": 1, "weight_decay": 0.0}, {"names": "6.*", "lr_factor": 0.25}, {"names": "1.conv.*", "frozen": True}]
 OTHER_CUTS = {
     "rules": {"optimizer": with_rules(ADAMW, RULES), "ema": 0.9},
-    "muon": {"optimizer": with_rules(functools.partial(Muon, lr=0.02), RULES)},
     "tied": {"model": tied_net, "optimizer": sgd},
 }
 

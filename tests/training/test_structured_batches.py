@@ -1,6 +1,5 @@
 """Several inputs, by place and by name, and lengths that change: the equations, for any cut and any M."""
 
-import copy
 import functools
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from tests.support.coded import crossing
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.oracle import train_by_the_equations
 from tests.support.runs import toy_trainer
-from tests.support.sentences import IGNORED, LONGEST, Encoder, Masked, Sentences, by_names, encoder, padded, sentence
+from tests.support.sentences import IGNORED, Masked, Sentences, by_names, encoder, padded, sentence
 from tests.support.values import QUIET, SILENT
 
 LR, MOMENTUM, DECAY, EPOCHS, MICRO_BATCH, NUM = 0.2, 0.9, 1e-2, 2, 3, 20
@@ -27,7 +26,6 @@ sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=
 
 # Each with the dataset, what collates it, and in which order its input names the model's arguments.
 DATA = {
-    "tuple": (Masked, None),
     "names": (functools.partial(Masked, named=True), None),
     "lengths": (Sentences, padded),
     "lengths by names": (Sentences, by_names),
@@ -58,8 +56,6 @@ def fitted(name, K, M, method="adl", *, loss_fn=LOSS, codec="none", **options):
 
 
 def modules(K):
-    if K == 1:
-        return [_Whole(encoder().double())]
     whole = [of for of, _ in batches(Masked(6), None, 2)[:1] + batches(Masked(6), None, 4)[:1]]
     one = [whole[0], whole[1], rows_of(whole[0], (slice(None), slice(5)))]
     model = encoder().double()
@@ -86,17 +82,6 @@ class _Called(nn.Module):
         return self._run(*(given if isinstance(given, tuple) else given.tensors))
 
 
-class _Whole(nn.Module):
-    """The model as the only module of the equations, with the model's own names."""
-
-    def __init__(self, model):
-        super().__init__()
-        vars(self).update(_modules=model._modules, _run=type(model).forward)
-
-    def forward(self, given):
-        return self._run(self, *given)
-
-
 def loss_of_some(out, target):
     return LOSS(out, target) if (target != IGNORED).any() else (out * 0).sum()
 
@@ -112,7 +97,6 @@ def by_the_equations(name, K, M, method, **more):
 
 
 CASES = [
-    ("lengths", 1, 3, "adl"),
     ("lengths", 3, 2, "adl"),
     ("lengths", 2, 1, "dsp"),
     ("names", 3, 3, "adl"),
@@ -184,46 +168,6 @@ def test_a_target_of_several_tensors_reaches_the_loss_whole(monkeypatch):
     assert of_three["validation_loss"] == pytest.approx(of_one["validation_loss"], rel=1e-12)
 
 
-class Late(Sentences):
-    """The long sentences come behind those that are looked at before training."""
-
-    def __getitem__(self, index):
-        return sentence(index, length=4 + index // 2 % 2 if index < 70 else LONGEST)
-
-
-class Asking(Encoder):
-    """Changes its scores by the answer to a question about the length."""
-
-    def __init__(self, question):
-        super().__init__()
-        self.question = question
-
-    def forward(self, ids, mask):
-        return super().forward(ids, mask) * self.question(ids)
-
-
-QUESTIONS = {
-    "shapes": lambda ids: 0.5 if ids.shape != ids[:, :6].shape else 1,
-    "a number": lambda ids: 2 if abs(ids.shape[1] - LONGEST) > 2 else 1,
-    "a loop": lambda ids: 2.0 ** len(range(ids.shape[1] // 6)),
-    "a table": lambda ids: {1: 2.0}.get(ids.shape[1] // 6, 1.0),
-}
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_a_forward_may_branch_on_a_length_that_only_comes_later(name):
-    states = []
-    for K in (1, 2):
-        torch.manual_seed(0)
-        trainer = toy_trainer(
-            K, 1, "bp", model=Asking(QUESTIONS[name]), loss_fn=LOSS, dtype=torch.float64, balance="even"
-        )
-        how = {"loading": Loading(collate_fn=padded), "monitoring": QUIET, "shuffle": False}
-        trainer.fit(Late(74), epochs=1, batch_size=6, **how)
-        states.append(trainer.full_state_dict())
-    assert_close(*states)
-
-
 class Alternating(Sentences):
     """Every second sentence is short, so that two together have always one length."""
 
@@ -276,18 +220,13 @@ def sum_and_count(out, target):
     return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
 
 
-@pytest.mark.parametrize(("name", "K", "M"), [("lengths", 3, 2)])
-def test_a_loss_may_return_a_sum_and_a_count(name, K, M):
-    state, summary = fitted(name, K, M, loss_fn=sum_and_count)
-    assert_close(state, by_the_equations(name, K, M, "adl"))
-    assert summary["validation_loss"] == pytest.approx(fitted(name, K, M)[1]["validation_loss"], rel=1e-12)
-
-
-@pytest.mark.parametrize(("codec", "loss_fn"), [("int4", sum_and_count)])
-def test_coded_lengths_follow_the_coded_equations(codec, loss_fn):
+def test_coded_lengths_with_a_sum_and_a_count_follow_equations():
     """Blocks are of one sample, so what one becomes does not depend on the length of others."""
-    expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, codec, codec))
-    assert_close(fitted("lengths", 3, 2, loss_fn=loss_fn, codec=codec)[0], expected)
+    expected = by_the_equations("lengths", 3, 2, "adl", crossing=functools.partial(crossing, "int4", "int4"))
+    state, summary = fitted("lengths", 3, 2, loss_fn=sum_and_count, codec="int4")
+    assert_close(state, expected)
+    mean = fitted("lengths", 3, 2, codec="int4")[1]["validation_loss"]
+    assert summary["validation_loss"] == pytest.approx(mean, rel=1e-12)
 
 
 @dataclass
@@ -296,37 +235,6 @@ class Scores:
 
     logits: Tensor
     features: Tensor
-
-
-class InADataclass(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        features = self.first(x)
-        return Scores(self.last(features), features)
-
-
-def of_scores(scores, target):
-    return nn.functional.cross_entropy(scores.logits, target) + scores.features.square().mean()
-
-
-def test_the_output_may_be_a_dataclass():
-    torch.manual_seed(0)
-    model, x, y = InADataclass().double(), torch.randn(16, 4, dtype=torch.float64), torch.arange(16) % 3
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for rows in (slice(0, 8), slice(8, 16)):
-        optimizer.zero_grad()
-        of_scores(plain(x[rows]), y[rows]).backward()
-        optimizer.step()
-    plain_sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    trainer = toy_trainer(2, 2, "gpipe", model=model, loss_fn=of_scores, optimizer=plain_sgd, dtype=torch.float64)
-    data = TensorDataset(x, y)
-    summary = trainer.fit(data, epochs=1, batch_size=8, shuffle=False, val_dataset=data, monitoring=SILENT)
-    assert_close(trainer.full_state_dict(), plain.state_dict())
-    assert summary["validation_accuracy"] == (plain(x).logits.argmax(1) == y).double().mean()
 
 
 class Padded(nn.Module):

@@ -1,6 +1,7 @@
 """Tied weights of several stages: the equations, equal copies, resume, and what is refused."""
 
 import math
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -10,7 +11,6 @@ from torch import nn
 from adl_dist.errors import DivergedError, PartitionError
 from adl_dist.optimizers import Muon
 from adl_dist.stage.tied import TiedWeights
-from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close
 from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, toy_trainer
 from tests.support.tied import LR, SHARED, TIED_BALANCE, tied_by_the_equations, tied_net, train_tied
@@ -59,8 +59,7 @@ def test_copies_predict_as_far_as_their_own_gradients_are_late(K, M, weights):
     assert_copies_are_equal(got)
 
 
-@pytest.mark.parametrize(("name", "K", "clip_norm"), [("1f1b", 2, 0.1), ("gpipe", 3, None), ("interleaved", 4, 0.1),
-                                                      ("zbh2", 4, None)])  # fmt: skip
+@pytest.mark.parametrize(("name", "K", "clip_norm"), [("1f1b", 2, 0.1), ("zbh2", 4, None)])
 def test_synchronous_methods_train_as_plain_torch(name, K, clip_norm):
     how = {"optimizer": partial(torch.optim.AdamW, lr=0.05), "clip_norm": clip_norm}
     expected, _ = train_tied(1, 3, method="bp", **how)
@@ -87,14 +86,11 @@ def test_all_copies_skip_the_same_groups():
 
 
 OTHERS = {
-    "AdamW": {"optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)},
     "Muon": {"optimizer": partial(Muon, lr=0.02), "codec": "bf16"},
-    "clip, bfloat16": {"clip_norm": 0.01, "autocast": torch.bfloat16},
     "error feedback": {"options": {"mitigation": ["discount", "error_feedback"]}},
     "spike": {"options": {"mitigation": ["spike"], "flush_epochs": 1}},
     "latest": {"options": {"weights": "latest", "gradient_shrink": 0.5, "reduction": "sum"}},
     "2bw, skip": {"method": "2bw", "clip_norm": 0.1, "non_finite": "skip", "plant": nan_inputs},
-    "split": {"options": {**LATE, "delay": "third"}},
 }
 
 
@@ -177,7 +173,7 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
     trainers = {K: toy_trainer(K, 2, name, model=tied_net(), balance=[5, 1][:K] if K > 1 else [6]) for K in (1, 2)}
     for trainer in trainers.values():
         for _ in range(2):
-            trainer.fit(FixedImages(20), epochs=2, batch_size=6, monitoring=QUIET)
+            trainer.fit(FixedImages(20), epochs=1, batch_size=6, monitoring=QUIET)
     got = trainers[2].full_state_dict()
     assert_copies_are_equal(got)
     if name == "1f1b":
@@ -185,26 +181,14 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
 
 
-class Named(nn.Module):
-    """A net as the module of this ``name``."""
-
-    def __init__(self, name, net):
-        super().__init__()
-        self.name = name
-        self.add_module(name, net)
-
-    def forward(self, x):
-        return self.get_submodule(self.name)(x)
-
-
 @pytest.mark.parametrize(("net", "weights"), [(tied_net, "stash"), (batch_norm_net, "recompute")])
 def test_modules_may_be_named_like_attributes_of_a_stage(net, weights):
-    def trained(name):
+    def trained(names):
+        named = nn.Sequential(OrderedDict(zip([*names, *"5678"], net(), strict=False)))
         options = {"balance": "even", "granularity": "layer", "dtype": torch.float64}
-        trainer = toy_trainer(3, 2, "adl", {"weights": weights}, model=Named(name, net()), **options)
+        trainer = toy_trainer(3, 2, "adl", {"weights": weights}, model=named, **options)
         trainer.fit(FixedImages(20, dtype=torch.float64), epochs=1, batch_size=6, monitoring=SILENT)
-        return {key.removeprefix(f"{name}."): value for key, value in trainer.full_state_dict().items()}
+        return [*trainer.full_state_dict().values()]
 
-    expected = trained("net")
-    for name in ("model", "plan", "results", "seeds"):
-        assert_same(trained(name), expected)
+    pairs = zip(trained(["model", "plan", "results", "seeds"]), trained("abcd"), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

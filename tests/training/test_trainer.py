@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 import yaml
-from torch import nn
 
 import adl_dist
 from adl_dist import engine
@@ -64,21 +63,6 @@ def test_of_stages_every_nth_update_is_recorded(tmp_path):
     stale = [0, 1, 1, 1, 1, 1, 1] * 2
     means = [0, *(statistics.mean(stale[n - 2 : n + 1]) for n in (3, 6, 9, 12))]
     assert [r["value"] for r in records(tmp_path) if (r["name"], r.get("stage")) == ("stage/staleness", 0)] == means
-
-
-def test_pipelined_evaluation_counts_every_sample_once():
-    """And equals the uncut model."""
-    trainer, validation = toy_trainer(3, 2), FixedImages(17, seed=3)
-    summary = trainer.fit(FixedImages(20), epochs=2, batch_size=8, val_dataset=validation, monitoring=QUIET)
-    model = batch_norm_net(seed=9)
-    model.load_state_dict(trainer.full_state_dict(), strict=True)
-    model.eval()
-    with torch.no_grad():
-        out = model(validation.images)
-    labels = torch.tensor(validation.labels)
-    assert summary["validation_accuracy"] == (out.argmax(1) == labels).sum().item() / 17
-    assert summary["validation_loss"] == pytest.approx(nn.functional.cross_entropy(out, labels).item(), rel=1e-6)
-    assert trainer.evaluate(validation, batch_size=5)["validation_accuracy"] == summary["validation_accuracy"]
 
 
 def test_evaluation_leaves_the_training_as_it_was():

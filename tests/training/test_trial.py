@@ -50,33 +50,9 @@ class CountsInClass(nn.Module):
         return x * (1 + CountsInClass.calls / 10)
 
 
-class Counts(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.count = count
-
-    def forward(self, x):
-        return x * (1 + self.count() / 10)
-
-
-def counts_in_a_closure():
-    calls = 0
-
-    def count():
-        nonlocal calls
-        calls += 1
-        return calls
-
-    return [Counts(count), Counts(count)]
-
-
-SHARING = {"a class attribute": lambda: [CountsInClass(), CountsInClass()], "a closure": counts_in_a_closure}
-
-
-@pytest.mark.parametrize("between", SHARING.values(), ids=SHARING)
-def test_shared_state_is_found_and_the_first_unit_named(between):
+def test_shared_state_is_found_and_the_first_unit_named():
     with pytest.raises(PartitionError, match=rf"{UNLIKE}the output differs by .* in the first micro-batch") as refusal:
-        fit(layers(*between()), balance=["2"])
+        fit(layers(CountsInClass(), CountsInClass()), balance=["2"])
     first = f"the first module whose result differs is '1', right after '0'; likely cause: {SHARED}"
     assert first in str(refusal.value)
 

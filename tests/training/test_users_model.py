@@ -1,20 +1,16 @@
 """The module that the user has handed over holds the trained weights afterwards, whatever ended the training."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.errors import DivergedError
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
-from tests.support.values import SILENT, values
+from tests.support.values import SILENT
 
 K, M, SIZE = 3, 2, 2
-METHODS = ("adl", "2bw", "paci", "gpipe")
 
 
 class Positioned(nn.Module):
@@ -39,15 +35,8 @@ class Positioned(nn.Module):
         return self.last(x)
 
 
-def trainer_of(model, method, **options):
-    return adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        method=adl_dist.method(method, accumulation_steps=M),
-        num_stages=K,
-        **values(threads=1, balance="even", granularity="layer", **options),
-    )
+def trainer_of(model, method):
+    return toy_trainer(K, M, method, model=model, balance="even", granularity="layer")
 
 
 def fit(trainer, data, **options):
@@ -64,7 +53,7 @@ def assert_whole(model, trainer):
     assert torch.equal(model.eval()(x), fresh.eval()(x))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["adl", "2bw"])
 def test_after_fit_the_users_module_is_the_trained_one(method):
     model = Positioned()
     objects, before = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -23,12 +23,6 @@ def trained(name, options, monkeypatch, *, warms_up, model=None, of_trainer=None
     return {**trainer.full_state_dict(), "loss": torch.tensor(summary["validation_loss"])}
 
 
-VARIANTS = [
-    *((name, {}) for name in ("fr", "dni")),
-    ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict",)}),
-]
-
-
 @pytest.fixture
 def over_nccl(monkeypatch):
     """All versions of the weights are used in the warm-up, as over NCCL; the operations that it calls."""
@@ -55,26 +49,12 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[" ".join([n, *map(str, o.values())]) for n, o in VARIANTS])
-def test_a_warm_up_leaves_no_trace(name, options, monkeypatch, over_nccl):
-    plain, warm = (trained(name, options, monkeypatch, warms_up=warms_up) for warms_up in (False, True))
-    assert_same(warm, plain)
-
-
 def halving(parameters):
     """Make an optimizer, and register a hook with each parameter."""
     parameters = [*parameters]
     for parameter in parameters:
         parameter.register_hook(lambda grad: grad / 2)
     return torch.optim.SGD(parameters, lr=0.1)
-
-
-def test_hooks_of_an_optimizers_factory_are_registered_once(monkeypatch, over_nccl):
-    of_trainer = {"optimizer": halving}
-    plain, warm = (
-        trained("adl", {}, monkeypatch, warms_up=warms_up, of_trainer=of_trainer) for warms_up in (False, True)
-    )
-    assert_same(warm, plain)
 
 
 adamw = functools.partial(torch.optim.AdamW, lr=0.01, foreach=True)
@@ -84,6 +64,9 @@ UPDATES = {
     "mitigated": ("adl", {"mitigation": ("discount", "spike", "delay_compensation")}, {"optimizer": momentum}),
     "2bw": ("2bw", {}, {"optimizer": momentum, "clip_norm": 0.3, "ema": 0.9}),
     "head": ("dni", {}, {"optimizer": adamw, "clip_norm": 0.3}),
+    "replayed": ("fr", {}, {"optimizer": momentum}),
+    "split": ("adl", {"split_backward": True, "delay": "third", "mitigation": ("predict",)}, {"optimizer": momentum}),
+    "hooks": ("adl", {}, {"optimizer": halving}),
 }
 
 
