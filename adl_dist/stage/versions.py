@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from adl_dist.errors import ConfigError, in_one_line
+from adl_dist.errors import ConfigError
 from adl_dist.memory import has_plain_memory, span
 
 
@@ -89,14 +89,8 @@ def check_versions(module: nn.Module, where: str) -> None:
     """Check that versions of trained parameters can be kept.
 
     Raises:
-        ConfigError: If they cannot; the text begins with ``where`` and names one of them.
+        ConfigError: If two tensors share memory; the text begins with ``where`` and names them.
     """
-    for name, p in module.named_parameters():
-        if p.requires_grad and (reason := _why_unversionable(p)):
-            raise ConfigError(
-                f"{where}: no older version can be kept of parameter '{name}', a {type(p).__name__}: {reason}; make it "
-                "a plain nn.Parameter, or choose method=bp, gpipe or 1f1b, which need no older versions"
-            )
     named = [
         (n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if t.numel() and has_plain_memory(t)
     ]
@@ -110,18 +104,6 @@ def check_versions(module: nn.Module, where: str) -> None:
             )
         of_all = max(of_all, (end, name))
         of_trained = max(of_trained, (end, name)) if trained else of_trained
-
-
-def _why_unversionable(parameter: nn.Parameter) -> str | None:
-    if not has_plain_memory(parameter):
-        return "its memory is not at one address"
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            Exchange([parameter]).swap(others := [like_parameter(parameter, parameter.detach())])
-            Exchange([parameter]).swap(others)
-            return None
-    except (RuntimeError, TypeError) as error:
-        return in_one_line(error)
 
 
 def like_parameter(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
