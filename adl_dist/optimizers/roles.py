@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils.weak import WeakIdKeyDictionary
@@ -70,7 +71,7 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
     layers: dict[nn.Parameter, set[str]] = {}
     last = None  # layer with a matrix
     for layer in model.modules():
-        kind = type(layer)
+        kind = _class_of(layer)
         for name, parameter in _parameters_of(layer):
             layers.setdefault(parameter, set()).update(_class_names(kind))
             if issubclass(kind, TABLES) or TABLE_NAME.search(name):
@@ -81,7 +82,7 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
             # Without a shape yet it is the weight of a lazy layer.
             if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.ndim > 1:
                 last = layer
-    if isinstance(last, (nn.Linear, *CONVOLUTIONS)):
+    if last is not None and issubclass(_class_of(last), (nn.Linear, *CONVOLUTIONS)):
         by_kind["head"].update(parameter for _, parameter in _parameters_of(last))
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -134,6 +135,15 @@ def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     if is_parametrized(layer):
         parts: nn.ModuleDict = layer.parametrizations  # type: ignore[assignment]
         yield from ((name, parameter) for name, part in parts.items() for parameter in part.parameters())
+
+
+def _class_of(layer: nn.Module) -> type:
+    """Return the class of ``layer``.
+
+    Of a TorchScript layer it is torch's original class.
+    """
+    is_script = isinstance(layer, torch.jit.ScriptModule)
+    return getattr(nn, str(layer.original_name), nn.Module) if is_script else type(layer)
 
 
 def split_by_role(
