@@ -5,6 +5,7 @@ groups of the whole model, in the same order and some of them empty, so that a l
 each group fits every stage.
 """
 
+import difflib
 import fnmatch
 import json
 import math
@@ -15,12 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adl_dist.errors import ConfigError, did_you_mean
+from adl_dist.errors import ConfigError
 from adl_dist.optimizers.by_role import ByRole, check_values
 from adl_dist.optimizers.roles import Role, mark_roles, role_of
 
 CRITERIA, EFFECTS = ("names", "layers", "ndim"), ("lr_factor", "frozen")
 OURS = ("params", "lr", "initial_lr", "rule")  # keys of a group that no rule may set
+MOST_SHOWN = 3  # suggestions for an unknown name
 
 Group = dict[str, Any]
 
@@ -93,8 +95,8 @@ class Rule:
             for pattern in patterns:
                 if not fnmatch.filter(known, pattern):
                     raise ConfigError(
-                        f"{self.where}.{key}: no {what} of the model is called '{pattern}'"
-                        f"{did_you_mean(pattern, known)}; expected a name, with * and ?"
+                        f"{self.where}.{key}: no {what} of the model is called '{pattern}'; near it are "
+                        f"{', '.join(_near(pattern, known)) or 'none'}; expected a name, with * and ?"
                     )
         if not any(self.matches(role) for role in roles):
             ndims = sorted({role.ndim for role in roles if role.ndim is not None})
@@ -189,10 +191,11 @@ class RuledOptimizer:
     def _unknown(self, key: str, role: Role, optimizer: Optimizer, group: Group) -> ConfigError:
         where = next(rule.where for rule in self.rules if key in rule.effect and rule.matches(role))
         known = [one for one in group if one not in OURS]
-        hint = did_you_mean(key, [*known, *CRITERIA, *EFFECTS])
+        near = difflib.get_close_matches(key, [*known, *CRITERIA, *EFFECTS], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
         return ConfigError(
-            f"{where}: {type(optimizer).__name__} has no option '{key}' for {role.names[0]}{hint}; its options "
-            f"there are {', '.join(known)}"
+            f"{where}: {type(optimizer).__name__} has no option '{key}' for {role.names[0]}{hint} Its options there "
+            f"are {', '.join(known)}"
         )
 
 
@@ -248,3 +251,10 @@ def _is_like(value: Any, usual: Any) -> bool:
     if _is_number(usual):
         return _is_number(value) and math.isfinite(value)
     return usual is None or isinstance(value, type(usual))
+
+
+def _near(pattern: str, known: Sequence[str]) -> list[str]:
+    """Return the names most like ``pattern``."""
+    plain = max(pattern.replace("?", "*").split("*"), key=len)
+    holding = [name for name in known if plain and plain.lower() in name.lower()]
+    return (holding or difflib.get_close_matches(plain, known, n=MOST_SHOWN, cutoff=0.3) or [*known])[:MOST_SHOWN]
