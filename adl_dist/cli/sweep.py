@@ -24,6 +24,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from adl_dist.checkpoint.ownership import Ownership
 from adl_dist.checkpoint.run_dir import RunFolder, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import (
@@ -202,12 +203,12 @@ def run(sweep: Sweep) -> int:
     A divergence is a result, not a failure.
     """
     _check(sweep)
-    make_folder(sweep.run_dir)
-    run_all(sweep.jobs, sweep, of="runs")
-    failed = [job for job in sweep.jobs if job.status == "unfinished"]
-    if runs := read_runs([job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]):
-        lines = [f"failed: {job.name}, {last_error(job.folder / LOG)}; see {job.folder / LOG}" for job in failed]
-        say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, notes=lines)}")
+    with locked(sweep.run_dir):
+        run_all(sweep.jobs, sweep, of="runs")
+        failed = [job for job in sweep.jobs if job.status == "unfinished"]
+        if runs := read_runs([job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]):
+            lines = [f"failed: {job.name}, {last_error(job.folder / LOG)}; see {job.folder / LOG}" for job in failed]
+            say(f"\n{write_comparison(sweep.run_dir, runs, command=sweep.command, notes=lines)}")
     return 1 if failed else 0
 
 
@@ -319,3 +320,18 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
     """Run one job in a process of the launcher, which knows its number."""
     os.chdir(folder)  # run folders are relative to it
     list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder holds its result
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock ``folder`` against other sweeps inside the block."""
+    make_folder(folder)
+    ownership = Ownership(folder)
+    if not ownership.take():
+        raise ConfigError(
+            f"run_dir={folder}: {ownership.holder} runs a sweep here; wait for it, or choose another run_dir"
+        )
+    try:
+        yield
+    finally:
+        ownership.release()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.sweep import Job, Sweep, naming, run_all
+from adl_dist.cli.sweep import Job, Sweep, locked, naming, run_all
 from adl_dist.errors import ConfigError
 from adl_dist.report.goal import falls
 from adl_dist.report.recorder import METRICS
@@ -90,17 +90,18 @@ class UpdatesToTarget:
 def find_updates(values: Sequence[Recipe], race: RaceConfig, *, start: bool = True) -> dict[str, UpdatesToTarget]:
     """Run the missing runs if ``start``; return the results of ``values`` by name."""
     found = dict[str, UpdatesToTarget]()
-    jobs = {one.name: [_job(one, race, rate, race.seeds[0]) for rate in race.rates] for one in values}
-    if start:
-        run_all([job for trials in jobs.values() for job in trials], _sweep(race, jobs), of="trials of the rate")
-    chosen = {one.name: _best(jobs[one.name], race) for one in values}
-    later = {
-        one.name: [_job(one, race, rate, seed) for seed in race.seeds[1:]]
-        for one in values
-        if (rate := chosen[one.name]) is not None
-    }
-    if start and any(later.values()):
-        run_all([job for runs in later.values() for job in runs], _sweep(race, later), of="runs")
+    with locked(race.folder):
+        jobs = {one.name: [_job(one, race, rate, race.seeds[0]) for rate in race.rates] for one in values}
+        if start:
+            run_all([job for trials in jobs.values() for job in trials], _sweep(race, jobs), of="trials of the rate")
+        chosen = {one.name: _best(jobs[one.name], race) for one in values}
+        later = {
+            one.name: [_job(one, race, rate, seed) for seed in race.seeds[1:]]
+            for one in values
+            if (rate := chosen[one.name]) is not None
+        }
+        if start and any(later.values()):
+            run_all([job for runs in later.values() for job in runs], _sweep(race, later), of="runs")
     for one in values:
         rate, trials = chosen[one.name], dict(zip(race.rates, jobs[one.name], strict=True))
         runs = [job for job in ([trials[rate]] if rate is not None else []) + later.get(one.name, []) if _ended(job)]

@@ -13,6 +13,7 @@ from adl_dist.checkpoint import layout
 from adl_dist.cli import sweep
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.sweep import requested
+from adl_dist.errors import ConfigError
 from tests.support.commands import in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
 
@@ -113,6 +114,14 @@ def test_runs_that_fail_are_named_and_the_others_run(tmp_path, monkeypatch):
 
 def row_of(job):
     return job.folder.parent.name, job.config.partition.num_stages, job.config.seed
+
+
+def test_two_sweeps_in_one_folder_are_refused(tmp_path):
+    refused = pytest.raises(ConfigError, match=r"pid \d+ on .* runs a sweep here")
+    with sweep.locked(tmp_path), refused, sweep.locked(tmp_path):
+        pass
+    with pytest.raises(BlockingIOError), sweep.locked(tmp_path):  # what blocks inside is not another sweep
+        raise BlockingIOError
 
 
 def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
