@@ -17,6 +17,7 @@ from adl_dist.optim import build_lr_schedule, fast_forward, try_schedule
 from adl_dist.optimizers import mark_roles
 from adl_dist.optimizers.rules import RuledOptimizer
 from adl_dist.report.progress import TOKENS
+from adl_dist.report.warning import warn
 from adl_dist.schedule import Pipeline
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
@@ -266,6 +267,12 @@ def schedule_learning_rates(stages: Mapping[int, Stage], spec: TrainSpec, startu
         optimizer = learner.optimizer
         if optimizer is None:
             continue
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if left := [name for name, p in learner.named_parameters() if p.requires_grad and id(p) not in held]:
+            warn(
+                f"{learner.where}: {', '.join(left[:3])}{' ..' * (len(left) > 3)} are in no group of the optimizer and "
+                "are not trained; set requires_grad=False if that is meant. An optimizer gets those of its stage"
+            )
         made.append({"optimizer": described_optimizer(optimizer)})
         if spec.lr_schedule is None:
             continue
