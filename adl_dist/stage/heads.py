@@ -151,6 +151,8 @@ def _layers(width: int) -> list[nn.Module]:
 
 # Each from (channels, height or width in pixels, classes); 0 pixels: features [B, C] instead of images.
 CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear}
+# Heads whose BatchNorm may meet a single value per channel if there is a single sample.
+NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
 
 
@@ -191,6 +193,11 @@ class GradientNetwork(nn.Module):
             out = torch.cat([out, masks], dim=1)
         gradient: Tensor = self.layers(out)
         return gradient
+
+
+def normalises_samples(method: Method) -> bool:
+    """Return whether a head of ``method`` has BatchNorm, so needs two samples."""
+    return method.head_layers > 0 if method.spec.predicts_gradients else method.head in NORMALISES_SAMPLES
 
 
 def check_outs(method: Method, stage: int, shapes: Sequence[tuple[int, ...]], *, gets_gradient: bool) -> None:

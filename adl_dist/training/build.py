@@ -1,7 +1,7 @@
 """Assembly of a process's worker: agreed cut, stages and connections."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from adl_dist.schedule import Pipeline
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, OptimizerFactory, Stage, TrainSpec, in_dtype
 from adl_dist.stage.calls import Compiler
-from adl_dist.stage.heads import build_gradient_network, build_head
+from adl_dist.stage.heads import build_gradient_network, build_head, normalises_samples
 from adl_dist.stage.loss import LossTerms, class_loss, loss_terms
 from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
@@ -46,6 +46,7 @@ def settle_partition(spec: TrainSpec, partitioned: PartitionedModel, startup: St
         ConfigError, PartitionError, DataError: If the job cannot be done.
     """
     world, agreement, loaders, plan = startup.world, startup.agreement, startup.loaders, startup.plan
+    check_sizes(spec.pipeline, plan.first_epoch.sizes)
     if spec.precision.compile:
         check_compiler(world.device)
     given = {**settings_of(spec, partitioned), **plan.as_given}
@@ -170,6 +171,19 @@ def check_compiler(device: torch.device) -> None:
     if missing is not None:
         raise ConfigError(
             f"runtime.compile=true needs {missing}, and there is none; install it, or omit runtime.compile"
+        )
+
+
+def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
+    """Raise ConfigError for BatchNorm in a head on a single sample."""
+    method = pipeline.method
+    if pipeline.spec.has_heads and pipeline.num_stages > 1 and normalises_samples(method) and 1 in sizes:
+        option, without = f"method.head={method.head}", "method.head=linear"
+        if pipeline.spec.predicts_gradients:
+            option, without = f"method.head_layers={method.head_layers}", "method.head_layers=0"
+        raise ConfigError(
+            f"a micro-batch of the training data holds a single sample, which BatchNorm in {option} cannot normalise; "
+            f"choose another train.batch_size, or {without}"
         )
 
 
