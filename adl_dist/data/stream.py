@@ -105,6 +105,10 @@ class Stream:
         """Move to ``first_sample`` of ``epoch``."""
         if first_sample and self._at is not None and (self._at.epoch, self._at.sample) == (epoch, first_sample):
             return
+        length = len(self._dataset) if self._has_state and hasattr(self._dataset, "__len__") else None
+        if self._at is not None and self._at.sample == length:
+            with seeded(self._seed), own_code(type(self._dataset).__name__):
+                next(self._iterator, None)  # what follows its last sample, and may move it to the start again
         kept, skipped = self._resumed, 0
         with seeded(stream_seed(self._seed, "stream", epoch)), own_code(type(self._dataset).__name__):
             if hasattr(self._dataset, "set_epoch"):
