@@ -79,22 +79,18 @@ class Chain:
     def _decider_around(self, one: Unit, other: Unit) -> str | None:
         """Return the module in which both units are, if it may leave one out.
 
-        Between blocks, and between members of a list, any may be left out: each hands on what it gets.
+        Between blocks any may be left out: each hands on what it gets.
         """
-        deciders = set[str]().union(*(mode.deciders for mode in self.recording.modes.values()))
-        found, of_other = None, dict(_forwards_around(other.call))
-        for around, child in _forwards_around(one.call):
+        found, of_other = None, {*_forwards_around(other.call)}
+        for around in _forwards_around(one.call):
             name, path = ("", "") if around is None else (around.name, around.path)
-            if around not in of_other or path not in deciders:
-                continue
-            if around is None or around.is_block:
-                is_between = other.begins_block
-            else:
-                children = {child, of_other[around]}
-                is_between = len(children) == 2 and any("." in c.removeprefix(f"{name}.") for c in children)
-            if not is_between:
+            is_between_blocks = (around is None or around.is_block) and other.begins_block
+            if around in of_other and not is_between_blocks and self._decides(path):
                 found = f"'{name}'" if name else "the model"
         return found
+
+    def _decides(self, path: str) -> bool:
+        return any(path in mode.deciders for mode in self.recording.modes.values())
 
     def _places(self) -> dict[Key, int]:
         places = {unit.call.key: n for n, unit in enumerate(self._units)}
@@ -139,15 +135,12 @@ class Chain:
         return [of_block[stop] - of_block[start] for start, stop in pairwise(borders)]
 
 
-def _forwards_around(call: Call) -> Iterator[tuple[Call | None, str]]:
-    """Yield the forwards around ``call``, each with the module it runs there.
-
-    The model's own forward, None, is the last.
-    """
+def _forwards_around(call: Call) -> Iterator[Call | None]:
+    """Yield the forwards around ``call``; the model's own, None, is the last."""
     inside: Call | None = call
     while inside is not None:
-        yield inside.parent, inside.name
         inside = inside.parent
+        yield inside
 
 
 def copied_model(model: nn.Module) -> nn.Module:

@@ -320,13 +320,23 @@ class Recorder(TorchFunctionMode):
                     self.recording.state.add(name)
 
     def is_left_out(self) -> bool:
-        """Return whether a part of a list of modules has not been called yet."""
+        """Return whether a module that a draw may leave out was not called yet.
+
+        Those are the parts of a list, and of a module whose own forward draws.
+        """
         called = {call.name: call.is_open for call in self.mode.calls.values() if call.is_module}
         whole = tuple(f"{name}." for name, is_open in called.items() if not is_open)
-        lists = [name for name, module in self.model.named_modules() if _is_list(module) or _is_plain(module)]
+        lists = {name for name, module in self.model.named_modules() if _is_list(module) or _is_plain(module)}
         within = tuple(f"{name}." if name else "" for name in lists)
-        holders = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()} - {"", *lists}
-        return any(name not in called and name.startswith(within) and not name.startswith(whole) for name in holders)
+        deciding = {call.name for call in self.mode.calls.values() if call.path in self.mode.deciders}
+        deciding |= {""} & self.mode.deciders
+        holders = {name for name, module in self.model.named_modules() if [*module.parameters()]} - {"", *lists}
+        return any(
+            name not in called
+            and (name.startswith(within) or name.rpartition(".")[0] in deciding)
+            and not name.startswith(whole)
+            for name in holders
+        )
 
     def finish(self) -> None:
         """Note the modules to open or to keep whole in the next recording."""
