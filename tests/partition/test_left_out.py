@@ -80,7 +80,7 @@ class Whole(nn.Module):
         return x + self.b(self.a(x).relu())
 
 
-def test_no_cut_lies_inside_a_layer_that_an_encoder_may_leave_out():
+def test_no_cut_lies_inside_a_layer_that_may_be_left_out():
     chain = Chain(Encoder(1e-9), BATCHES)
     places = [unit for n, unit in enumerate(chain.units[:-1]) if n not in chain.forbidden]
     assert places == ["embed", "layers.0.b", "layers.1.b"]
