@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: where the user's _target_ is
-    code = _run(list(sys.argv[1:] if arguments is None else arguments), is_process=arguments is None)
+    code = _run(list(sys.argv[1:] if arguments is None else arguments), is_own_process=arguments is None)
     _flush()
     if code and "RANK" in os.environ:
         # A rank that failed must not wait in some destructor for peers that wait for it.
@@ -170,7 +170,7 @@ def _flush() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _run(command_line: list[str], *, is_process: bool) -> int:
+def _run(command_line: list[str], *, is_own_process: bool) -> int:
     name, *arguments = command_line or [""]
     if name == "--version":
         sys.stdout.write(f"adl-dist {__version__}\n")
@@ -184,7 +184,7 @@ def _run(command_line: list[str], *, is_process: bool) -> int:
         sys.stdout.write("loading torch ...\n")
         sys.stdout.flush()
     with keys_shown():
-        return exit_code_of(lambda: _command(name, is_process=is_process)(arguments), resumes=name == "train")
+        return exit_code_of(lambda: _command(name, is_own_process=is_own_process)(arguments), resumes=name == "train")
 
 
 def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:
@@ -217,7 +217,7 @@ def exit_code_of(command: Callable[[], None], *, resumes: bool = False) -> int:
         return 1
 
 
-def _command(name: str, *, is_process: bool) -> Callable[[list[str]], None]:
+def _command(name: str, *, is_own_process: bool) -> Callable[[list[str]], None]:
     if name == "race":
         raise ConfigError(
             "adl-dist race has moved in 0.4.0: python -m benchmarks.race, in a checkout, takes its arguments"
@@ -225,7 +225,7 @@ def _command(name: str, *, is_process: bool) -> Callable[[list[str]], None]:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS)
         raise ConfigError(f"there is no command '{name}'{hint}; choose one of {', '.join(COMMANDS)}")
-    if pauses := is_process and gc.isenabled():
+    if pauses := is_own_process and gc.isenabled():
         gc.disable()  # an import leaves no garbage, and looking for it among all of torch's objects takes 0.4 s
     module = importlib.import_module(f"adl_dist.cli.{COMMANDS[name]}")
     if pauses:

@@ -81,12 +81,13 @@ class Chain:
 
         Between blocks any may be left out: each hands on what it gets.
         """
-        found, of_other = None, {*_forwards_around(other.call)}
-        for around in _forwards_around(one.call):
-            name, path = ("", "") if around is None else (around.name, around.path)
-            is_between_blocks = (around is None or around.is_block) and other.begins_block
-            if around in of_other and not is_between_blocks and self._decides(path):
-                found = f"'{name}'" if name else "the model"
+        found, around_other = None, {*_forwards_around(other.call)}
+        for forward in _forwards_around(one.call):
+            if forward not in around_other:
+                continue
+            has_blocks = forward is None or forward.is_block
+            if self._decides("" if forward is None else forward.path) and not (has_blocks and other.begins_block):
+                found = "the model" if forward is None else f"'{forward.name}'"
         return found
 
     def _decides(self, path: str) -> bool:

@@ -59,43 +59,7 @@ def connect_stages(
         has_headers = world.backend == "nccl" and any(specs.varies for specs in acts.values())
         header_edges = [(f"act{SIZES}", k, k + 1) for k in range(pipeline.num_stages - 1)] if has_headers else []
         world.connect_more([*edges, *header_edges, *(message for _, _, message in tied)])
-    contexts = {k: StageContext(stage) for k, stage in stages.items()}
-    most, limit = max_pending_of(pipeline) if world.is_distributed else {}, pipeline.max_pending
-    answers: dict[int, SpecsByMicroBatch] = {k: {} for k in stages}
-
-    def join(wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
-        """Make the ends of an edge, with arrival on ``device``."""
-        what = wire.what
-        units = f" ({describe_units(stages[source].module)})" if source in stages else ""
-        if source in stages and to in stages:
-            channel = LocalChannel(wire, edge=f"stage {source}{units} -> stage {to}")
-            contexts[source].senders[what] = contexts[to].receivers[what] = channel
-            return
-        edge, headers = world.edges[what, source], None
-        if wire.varies and what != "grad":
-            headers = edge if edge.backend == "gloo" else world.edges[f"{what}{SIZES}", source]
-        if source in stages:
-            is_answered = what == "act" and not pipeline.spec.local_losses and wire.agreed.of_gradients().varies
-            contexts[source].senders[what] = ProcessSender(
-                edge,
-                wire,
-                max_pending=most.get((what, source), limit),  # no entry: the edge is only for evaluation
-                max_pending_in_evaluation=limit,
-                units=units,
-                headers=headers,
-                answers=answers[source] if is_answered else None,
-            )
-        else:
-            contexts[to].receivers[what] = ProcessReceiver(
-                edge,
-                wire,
-                device=device,
-                posted_ahead=posted_ahead,
-                pinned=device.type == "cpu" and world.device.type == "cuda",
-                headers=headers,
-                answers=answers[to] if what == "grad" and wire.varies else None,
-            )
-
+    join = _Joiner(world, stages, pipeline)
     for what, source, to in edges:
         if source not in stages and to not in stages:
             continue
@@ -120,7 +84,51 @@ def connect_stages(
         if (here := stages.get(source, stages.get(to))) is not None:
             wire = Wire(specs_of_tied(here.ties[tie.number]), what)
             join(wire, source, to, device=world.device, posted_ahead=posted_ahead(pipeline, tie, op, to))
-    return contexts
+    return join.contexts
+
+
+class _Joiner:
+    """The maker of the ends of edges in this process."""
+
+    def __init__(self, world: World, stages: Mapping[int, Stage], pipeline: Pipeline) -> None:
+        self.contexts = {k: StageContext(stage) for k, stage in stages.items()}
+        self._world, self._pipeline = world, pipeline
+        self._most = max_pending_of(pipeline) if world.is_distributed else {}
+        self._answers: dict[int, SpecsByMicroBatch] = {k: {} for k in stages}
+
+    def __call__(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
+        """Make the ends of an edge, with arrival on ``device``."""
+        what, contexts = wire.what, self.contexts
+        units = f" ({describe_units(contexts[source].stage.module)})" if source in contexts else ""
+        if source in contexts and to in contexts:
+            channel = LocalChannel(wire, edge=f"stage {source}{units} -> stage {to}")
+            contexts[source].senders[what] = contexts[to].receivers[what] = channel
+            return
+        edge, limit = self._world.edges[what, source], self._pipeline.max_pending
+        headers = None
+        if wire.varies and what != "grad":
+            headers = edge if edge.backend == "gloo" else self._world.edges[f"{what}{SIZES}", source]
+        if source in contexts:
+            is_answered = what == "act" and not self._pipeline.spec.local_losses and wire.agreed.of_gradients().varies
+            contexts[source].senders[what] = ProcessSender(
+                edge,
+                wire,
+                max_pending=self._most.get((what, source), limit),  # no entry: the edge is only for evaluation
+                max_pending_in_evaluation=limit,
+                units=units,
+                headers=headers,
+                answers=self._answers[source] if is_answered else None,
+            )
+        else:
+            contexts[to].receivers[what] = ProcessReceiver(
+                edge,
+                wire,
+                device=device,
+                posted_ahead=posted_ahead,
+                pinned=device.type == "cpu" and self._world.device.type == "cuda",
+                headers=headers,
+                answers=self._answers[to] if what == "grad" and wire.varies else None,
+            )
 
 
 def receives_ahead(pipeline: Pipeline, source: int, to: int) -> int:

@@ -6,7 +6,7 @@ import platform
 import shlex
 import socket
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -48,6 +48,12 @@ class Outputs:
     callbacks: Callbacks = field(default_factory=Callbacks)
     callback_queue: CallbackQueue = field(default_factory=CallbackQueue)
     notes: list[str] = field(default_factory=list)  # further lines for the user at the start
+
+    def by_loss(self) -> "Outputs":
+        """Let the loss choose the best weights, if no metric is named."""
+        self.callbacks.follow_loss = True
+        best = self.checkpoints.best_metric or "validation_loss"
+        return replace(self, checkpoints=replace(self.checkpoints, best_metric=best))
 
     def check(
         self,

@@ -273,14 +273,25 @@ class Trainer:
         arguments.check_values({"checkpoints": checkpoints, "monitoring": monitoring})
         check_lengths(**length)
         data = Data(train_dataset, val_dataset, batch_size, num_workers, loading or Loading(), shuffle)
-        checkpoints, watching = checkpoints or CheckpointPolicy(), Callbacks(callbacks)
-        watching.follow_loss = not (is_of_classes(self._spec.loss_fn) or "accuracy" in self._metrics)
-        if watching.follow_loss and checkpoints.best_metric is None:
-            checkpoints = replace(checkpoints, best_metric="validation_loss")
-        outputs = Outputs(checkpoints, monitoring or Monitoring(), watching)
+        outputs = self._outputs(checkpoints or CheckpointPolicy(), monitoring or Monitoring(), Callbacks(callbacks))
         place = OF_RANK_0 if run_dir is None and self.rank else run_dir
         outputs.check(place, resume, self._spec, is_distributed=self._distributed)
         return self._fit(data, outputs, length, run_dir, resume, config)
+
+    def _outputs(self, checkpoints: CheckpointPolicy, monitoring: Monitoring, callbacks: Callbacks) -> Outputs:
+        outputs = Outputs(checkpoints, monitoring, callbacks)
+        has_accuracy = is_of_classes(self._spec.loss_fn) or "accuracy" in self._metrics
+        return outputs if has_accuracy else outputs.by_loss()
+
+    def _note(self, data: Data, outputs: Outputs, *, of_script: bool) -> None:
+        """Add the notes that are told before training."""
+        if of_script:
+            outputs.notes.extend(self._notes)
+            self._notes.clear()
+        M = self._spec.pipeline.micro_batches_per_update
+        if left := data.batch_size % M:
+            asked = f"train.batch_size={data.batch_size} is no multiple of M={M}"
+            outputs.notes.append(f"note: {asked}: an update has {data.batch_size - left} samples")
 
     def _fit(
         self,
@@ -291,9 +302,7 @@ class Trainer:
         resume: str,
         config: Mapping[str, Any] | None,
     ) -> Summary:
-        if config is None:  # of a script
-            outputs.notes.extend(self._notes)
-            self._notes.clear()
+        self._note(data, outputs, of_script=config is None)
         self._data = data  # as :meth:`evaluate` loads, too
         self._spec = replace(self._spec, gradients=self._gradients)
         self._partitioned.peak_tflops = outputs.monitoring.peak_tflops
@@ -301,9 +310,6 @@ class Trainer:
         every["eval_every_updates"] = length["eval_every_updates"]
         steps = self._spec.pipeline.micro_batches_per_update
         sizes = {"micro_batch_size": micro_batch_size_of(data.batch_size, steps), "accumulation_steps": steps}
-        if left := data.batch_size % steps:
-            asked = f"train.batch_size={data.batch_size} is no multiple of M={steps}"
-            outputs.notes.append(f"note: {asked}: an update has {data.batch_size - left} samples")
         folder = RunFolder(run_dir) if run_dir is not None else None
         own = build.settings_of(self._spec, self._partitioned) | {
             "batch_size": data.batch_size,

@@ -144,7 +144,7 @@ RUN_FOLDERS = {
 
 
 def test_a_wheel_has_its_own_configuration(tmp_path, monkeypatch):
-    """What is in it: tests/test_package.py."""
+    """tests/test_package.py looks at the files in it."""
     monkeypatch.setattr(compose, "__file__", str(tmp_path / "cli" / "config" / "compose.py"))
     (tmp_path / "conf").mkdir()
     assert config_folder() == tmp_path / "conf"

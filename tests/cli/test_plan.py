@@ -29,7 +29,7 @@ HOST = {"seconds_per_message": 1e-7, "seconds_per_byte": 1e-13}
 
 @pytest.fixture(autouse=True)
 def measured_link(monkeypatch):
-    """What two processes would measure, which takes seconds; and the fewest rounds of what is measured here."""
+    """Give a plan the figures of a link, and measure as few rounds as it can."""
     figures = {"bandwidth": 1e6, "latency": 1e-3, **HOST}
     monkeypatch.setattr("adl_dist.cli.plan.command.link_figures", lambda device: figures)
     monkeypatch.setattr(sys.modules["adl_dist.partition.measure"], "SECONDS", 0.0)

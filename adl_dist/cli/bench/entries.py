@@ -127,7 +127,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         threads=num_cores() if name in ON_ALL_CORES else config.threads,
         method=Method(name=kind if kind in METHODS else "bp", accumulation_steps=M),
         samples=samples,
-        warmup=warmup if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # whole cycles
+        warmup=warmup if inner is None else -(-warmup // cycle_of(inner)) * cycle_of(inner),  # of DiLoCo: whole cycles
         inner_updates=inner,
     )
 

@@ -141,9 +141,11 @@ class Profiler:
 
     def _profile(self, size: int) -> Profile:
         sys.stderr.write(f"measuring {len(self.chain.units)} units with {size} samples{self._others} ...\n")
-        how: dict[str, Any] = {"kept_in": None, "feed": self.loader}
+        sample = self.samples.one
         with self.spec.precision.apply(threads=self.threads):
-            return take_profile(self.model, self.chain, self.spec, self.samples.one, micro_batch_size=size, **how)
+            return take_profile(
+                self.model, self.chain, self.spec, sample, micro_batch_size=size, kept_in=None, feed=self.loader
+            )
 
     def pace(self, samples: int) -> Throughput:
         """Measure the uncut model with so many samples at once, on one device."""
