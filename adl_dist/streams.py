@@ -4,6 +4,7 @@ import pickle
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,16 @@ class Streams:
     def difference(self, before: "Streams") -> set[str]:
         """Return the streams that are not as they were ``before``."""
         pairs = {
-            "torch": (_of_torch(self), _of_torch(before)),
+            "torch": (self._of_torch, before._of_torch),
             "python": (self._pythons, before._pythons),
             "numpy": (pickle.dumps(self._numpys), pickle.dumps(before._numpys)),
         }
         return {name for name, (now, then) in pairs.items() if now != then}
+
+    @cached_property
+    def _of_torch(self) -> list[bytes]:
+        states = self._torchs, self._of_device
+        return [state.numpy().tobytes() for state in states if state is not None]
 
     def moved(self) -> set[str]:
         """Return the streams that have been drawn from or seeded since."""
@@ -83,8 +89,3 @@ def streams_kept(device: torch.device | None = None) -> Iterator[None]:
         yield
     finally:
         streams.restore()
-
-
-def _of_torch(streams: Streams) -> list[bytes]:
-    states = streams._torchs, streams._of_device
-    return [state.numpy().tobytes() for state in states if state is not None]

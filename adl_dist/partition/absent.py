@@ -114,7 +114,7 @@ def infer(
         return on_meta(leaf) if isinstance(leaf, Tensor) else META if isinstance(leaf, torch.device) else leaf
 
     try:
-        with native(), META:
+        with torch._C._EnableTorchFunction(), native(), META:
             args, kwargs = map_leaves(given, (args, kwargs))
             twins = [*made.values()]
             state = {}

@@ -7,7 +7,7 @@ forward is not recorded, because stages also run it again.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -192,6 +192,7 @@ class Recorder(TorchFunctionMode):
         self._num_rules = 0
         self._answers: dict[Key, Any] = {}
         self._sized_by_elements: set[Call] = set()
+        self._parts = {name: [*module.modules()] for name, module in model.named_modules()}
         self._states: dict[Key, list[Any]] = {}  # what each call of a module has left in Python
 
     def _is_followed(self, name: str, module: nn.Module) -> bool:
@@ -239,13 +240,13 @@ class Recorder(TorchFunctionMode):
         self.returned: dict[Label, set[int]] = {}
         self.made_in: dict[Label, tuple[Call, ...]] = {}
         self.frames = [_Frame(None, "", 0)]
-        self.state = {id(t): name for name, t in held_tensors(self.model)}
+        self._at_start = dict(held_tensors(self.model))
+        self.state = {id(t): name for name, t in self._at_start.items()}
         self.origins: dict[int, tuple[str, Any]] = {}  # by memory: what it belongs to
-        for name, tensor in held_tensors(self.model):
+        for name, tensor in self._at_start.items():
             self.origins.setdefault(memory_of(tensor), ("state", name))
             if name in self.recording.state:
                 self._value(tensor, state_label(name))
-        self._at_start = dict(held_tensors(self.model))
         args, kwargs = self._inputs(batch)
         at_start, self._drawn = _streams(), self._streams()
         Watch.active = self
@@ -362,7 +363,7 @@ class Recorder(TorchFunctionMode):
         """Record the call of a module."""
         if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             return native_call(*args, **kwargs)
-        with self._paused():
+        with torch._C.DisableTorchFunction(), self._paused():  # or each question of a shape would come back to here
             return self._module(module, name, native_call, args, kwargs)
 
     @contextmanager
@@ -378,7 +379,8 @@ class Recorder(TorchFunctionMode):
         self._note_draws()
         call = self._call(name, is_module=True)
         leaves = tensors_in((args, kwargs))
-        key, before, lists = call_signature(args, kwargs), _python_state(module), _lists_in((args, kwargs))
+        parts = self._parts[name]
+        key, before, lists = call_signature(args, kwargs), _python_state(parts), _lists_in((args, kwargs))
         lengths = [*map(len, lists)]
         call.varies |= self._states.get(call.key, before) != before
         if self.is_followed[name]:
@@ -388,7 +390,7 @@ class Recorder(TorchFunctionMode):
                 call.recorded.by_rule = True
         else:
             out = self._whole(call, native_call, args, kwargs, leaves, module)
-        after = self._states[call.key] = _python_state(module)
+        after = self._states[call.key] = _python_state(parts)
         has_objects = not all(isinstance(leaf, PLAIN + OBJECTS) for leaf in other_leaves((args, kwargs)))
         if after != before or lengths != [*map(len, lists)] or has_objects:
             call.has_effects = True
@@ -415,7 +417,7 @@ class Recorder(TorchFunctionMode):
         given = {self._fact(leaf).label for leaf in tensors_in((args, kwargs))}
         self.frames.append(_Frame(call, call.path, self.position, given))
         try:
-            with self._paused(paused=False):
+            with torch._C._EnableTorchFunction(), self._paused(paused=False):
                 out = native_call(*args, **kwargs)
             self._note_draws()
             return out
@@ -438,7 +440,7 @@ class Recorder(TorchFunctionMode):
         work = self._work = Work() if not call.flops and not call.nbytes else None
         run = partial(self._run, call, function, args, kwargs, module)
         try:
-            with work or nullcontext(), self._paused(paused=False):
+            with work or nullcontext(), torch._C._EnableTorchFunction(), self._paused(paused=False):
                 out = work.attention(run, args, kwargs) if work and function is ATTENTION else run()
         finally:
             self.inside = None
@@ -734,6 +736,7 @@ class Recorder(TorchFunctionMode):
             self.recording.closed[module.name] = why
 
 
+_PLAIN, _CONTAINERS = {*PLAIN}, {list, dict, set, OrderedDict}  # of most attributes of modules
 OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.memory_format, torch.layout)
 
 
@@ -753,20 +756,22 @@ def _lists_in(value: Any) -> list[Any]:
     return [*found, *(one for part in inside for one in _lists_in(part))]
 
 
-def _python_state(module: nn.Module) -> list[Any]:
-    """Return the attributes of ``module``, its parts and its plain objects.
+def _python_state(parts: Sequence[nn.Module]) -> list[Any]:
+    """Return the attributes of the modules ``parts`` and their plain objects.
 
     Numbers and strings are kept as they are. Of other attributes, the id and the length are kept.
     """
     seen: list[Any] = []
     objects: dict[int, Any] = {}
-    for part in module.modules():
+    for part in parts:
         for key, value in vars(part).items():
-            if isinstance(value, PLAIN):
+            kind = type(value)
+            if kind in _PLAIN:
                 seen.append(value)
             elif key not in OF_TORCH:
-                seen.append((id(value), len(value) if isinstance(value, (list, dict, set)) else 0))
-                if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor):
+                seen += id(value), len(value) if isinstance(value, (list, dict, set)) else 0
+                is_object = kind not in _CONTAINERS and hasattr(value, "__dict__")
+                if is_object and not callable(value) and not isinstance(value, Tensor):
                     objects[id(value)] = value
     return [*seen, *(one for value in objects.values() for one in vars(value).values() if isinstance(one, PLAIN))]
 
