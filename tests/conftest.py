@@ -2,35 +2,33 @@
 
 import gc
 
-import hypothesis
-import pytest
-import torch
-
-# The same examples in every run. A limit in wall-clock time would fail whenever something else has the cores, and
-# pytest-timeout ends what hangs.
-hypothesis.settings.register_profile("adl_dist", derandomize=True, database=None, deadline=None)
-hypothesis.settings.load_profile("adl_dist")
-
-# Trainers of tests have one thread, and sums over several round differently; of small tensors several take longer.
-torch.set_num_threads(1)
-
-LEFT_OUT = {
-    "docs": "every command of the pages takes a while: make test-docs",
-    "fuzz": "strangers for minutes: make test-fuzz",
-    "long": "long runs take minutes: make test-long",
-    "slow": "another launcher, kill, signal or size: make test-slow",
-    "slurm": "needs root and a SLURM cluster: make test-slurm",
-    "zoo": "all of torchvision takes half an hour: make test-zoo",
-}
+TIERS = {"docs", "fuzz", "long", "slow", "slurm", "zoo"}  # each has its own command: make test-docs, and so on
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    left_out = {tier for tier in TIERS if tier not in config.option.markexpr}
+    kept = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     # What takes longest comes first, so that two workers end together.
-    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("ranks") is None)
 
 
-def pytest_configure():
+def pytest_configure(config):
     gc.disable()  # until all is imported
+    if not config.getoption("numprocesses", None):  # the process that only hands out tests needs none of it
+        _prepare()
+
+
+def _prepare():
+    import hypothesis
+    import torch
+
+    # The same examples in every run. A limit in wall-clock time would fail whenever something else has the cores, and
+    # pytest-timeout ends what hangs.
+    hypothesis.settings.register_profile("adl_dist", derandomize=True, database=None, deadline=None)
+    hypothesis.settings.load_profile("adl_dist")
+    # Trainers of tests have one thread, and sums over several round differently; of small tensors several take longer.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish():
@@ -40,14 +38,12 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_runtest_setup(item):
-    for marker, why in LEFT_OUT.items():
-        if item.get_closest_marker(marker) and marker not in item.config.option.markexpr:
-            pytest.skip(why)
-
-
 def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in report.user_properties:
             if name == "measured":
                 terminalreporter.write_line(value)
+
+
+def pytest_sessionfinish():
+    gc.freeze()  # or the end would take seconds: pytest and Python look at all objects again

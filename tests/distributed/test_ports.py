@@ -20,7 +20,7 @@ WORDS = (*HELD_RUN, "method=ddg", "train.epochs=3")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=adl-dist", "--max-restarts=2")
 MODULE = ("-m", "adl_dist")
 ONE_NODE = (*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE)
-FUZZ_SECONDS = 2.0
+FUZZ_SECONDS = 1.0
 A_MINUTE = ("train.epochs=120", "runtime.threads=1", "runtime.tensorboard=false")  # of the default run, on two cores
 
 
