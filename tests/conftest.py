@@ -43,7 +43,3 @@ def pytest_terminal_summary(terminalreporter):
         for name, value in report.user_properties:
             if name == "measured":
                 terminalreporter.write_line(value)
-
-
-def pytest_sessionfinish():
-    gc.freeze()  # or the end would take seconds: pytest and Python look at all objects again

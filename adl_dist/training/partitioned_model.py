@@ -1,7 +1,6 @@
 """The cut model: units by stage, and the stages in this process."""
 
 import copy
-import gc
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
@@ -200,16 +199,12 @@ class PartitionedModel:
             return known._replace(spec=replace(known.spec, gradients=spec.gradients))  # which a resumed run may keep
         assert self._model is not None
         model, device, feed = self._model, startup.world.device, startup.loaders.first
-        gc.freeze()  # each collection would look at all of torch's 400,000 objects, 0.1 s a time
-        try:
-            for block in attempts(model, spec, samples):
-                with block as tried:
-                    trial, chain = Trial(model, tried, samples, device), None
-                    if self.num_stages > 1 or not isinstance(self.spec.balance, str):
-                        chain = trial.chain(granularity=self.spec.granularity)
-                    tried, result, sizes = self._choose(trial, chain, startup, links)
-        finally:
-            gc.unfreeze()
+        for block in attempts(model, spec, samples):
+            with block as tried:
+                trial, chain = Trial(model, tried, samples, device), None
+                if self.num_stages > 1 or not isinstance(self.spec.balance, str):
+                    chain = trial.chain(granularity=self.spec.granularity)
+                tried, result, sizes = self._choose(trial, chain, startup, links)
         if trial.note is not None:
             self._note(trial.note)
         self._cut(chain, sizes)

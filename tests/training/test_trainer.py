@@ -110,6 +110,13 @@ def test_the_callers_random_stream_and_threads_are_left_alone(request):
     assert torch.get_num_threads() == 2
 
 
+def test_what_a_caller_has_frozen_stays_out_of_collections():
+    gc.freeze()
+    before = gc.get_freeze_count()
+    fitted(2, num_samples=12, batch_size=4)
+    assert gc.get_freeze_count() > 0.9 * before
+
+
 @pytest.mark.parametrize("data", [FixedImages(41), Unplugged(41, after=30)], ids=["ends", "fails"])
 def test_a_run_keeps_no_stage_alive(data, monkeypatch):
     """Also one that fails. While it runs it has one tensor for equal weights of losses."""
