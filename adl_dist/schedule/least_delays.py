@@ -80,7 +80,7 @@ def _evenly(most: int, K: int) -> list[tuple[int, ...]]:
 
 
 def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """Descend greedily by +-1 changes to runs of adjacent delays."""
+    """Return ``delays`` improved greedily, by +-1 on runs of adjacent stages."""
     rows = [range(first, end) for first, end in combinations(range(len(delays)), 2)]  # the last stage has no delay
     while True:
         changed = [tuple(d + by * (k in row) for k, d in enumerate(delays)) for row in rows for by in (-1, 1)]
@@ -101,7 +101,10 @@ def _round_trips(method: Method, costs: Costs) -> list[float]:
 
 
 def _delays(times: Sequence[float], slowest: float, most: int | None) -> tuple[int, ...]:
-    """Return the micro-batches done in ``times``, without the one in flight."""
+    """Return the delays that cover ``times`` at ``slowest`` per micro-batch.
+
+    The micro-batch in flight is not counted. Delays never rise from stage to stage, and are ``most`` at most.
+    """
     delays = [max(math.ceil(time / slowest - 1e-9) - 1, 0) for time in times]
     delays = list(accumulate(reversed(delays), max))[::-1]  # never less than that of the next stage
     return tuple(delays if most is None else [min(d, most) for d in delays])

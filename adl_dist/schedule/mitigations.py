@@ -25,7 +25,7 @@ Horizon = Literal["linear", "geometric"]
 
 @dataclass(frozen=True)
 class MitigationSpec:
-    """The facts of one row."""
+    """The facts of one mitigation."""
 
     summary: str  # name and source
     hooks: Sequence[Hook]
@@ -73,7 +73,7 @@ def mitigation_options(chosen: object) -> list[str]:
 
 
 def why_not(chosen: Sequence[str], weights: Weights) -> str | None:
-    """Return why the rows exclude each other or ``weights``, or None."""
+    """Return why the chosen rows exclude each other or ``weights``, or None."""
     for place, name in enumerate(chosen):
         if name not in MITIGATIONS:
             return f"there is no '{name}'; choose of {', '.join(MITIGATIONS)}"

@@ -16,9 +16,9 @@ Sending = tuple[str, int]  # name of the message, and its sender
 def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
     """Return the most messages under way on each edge before a send waits.
 
-    So few that a buffer is returned as soon as its sender can know that the message has left, and enough that no send
-    waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting stages
-    (tests/schedule/test_schedule.py).
+    They are so few that a buffer is released as soon as its sender can know that the message has left, and so many that
+    no send waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting
+    stages (tests/schedule/test_schedule.py).
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.local_losses:  # no message comes back
