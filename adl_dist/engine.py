@@ -43,7 +43,7 @@ class StageContext:
     held: dict[str, Tensors] = field(default_factory=dict)  # what one action leaves for the next, by kind
 
     def open(self, work: StageWork, *, training: bool) -> None:
-        """Begin a segment of training or of evaluation."""
+        """Open all channels for a segment of training or of evaluation."""
         self.work = work
         self.last_of_groups = work.last_of_groups()  # now, because a stop may shorten the list later on
         self.held.clear()

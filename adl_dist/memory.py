@@ -1,4 +1,4 @@
-"""The places of tensors in memory, and shared memory."""
+"""Addresses of tensors in memory, and memory that several tensors share."""
 
 import torch
 from torch import Tensor

@@ -136,7 +136,7 @@ def build_lr_schedule(
 def _check_factors(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], name: str) -> None:
     """Raise ConfigError if the schedule ``name`` has undone ``lr_factor``.
 
-    Rates that differed ``before`` are equal then.
+    Then groups with different rates ``before`` have one rate.
     """
     pairs = {(float(old["lr"]), float(group["lr"])) for old, group in zip(before, groups, strict=True) if group["lr"]}
     if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):

@@ -66,7 +66,7 @@ def setting(
 
 
 def settings_of(cls: type) -> dict[str, Field[Any]]:
-    """Return the fields of ``cls`` that are settings, by last key part."""
+    """Return the fields of ``cls`` that are settings, by last part of the key."""
     return {f.metadata["key"] or f.name: f for f in fields(cls) if "help" in f.metadata}
 
 

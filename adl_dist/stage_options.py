@@ -26,7 +26,7 @@ class PrecisionSettings:
 
     @property
     def codecs(self) -> Codecs:
-        """The codec of each direction."""
+        """The codecs of activations and of gradients."""
         return Codecs(self.codec, self.codec if self.gradient_codec is None else self.gradient_codec)
 
 

@@ -22,7 +22,7 @@ SCHEDULES: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "z
 class _Convert(torch.autograd.Function):
     """A conversion to one memory format, and to another in the backward.
 
-    So kernels never meet both formats at once.
+    Thus kernels never meet both formats at once.
     """
 
     @staticmethod

@@ -55,7 +55,7 @@ def crop_and_flip(image_size: int) -> list[Any]:
 def digits(augment: bool = True) -> Datasets:
     """Load scikit-learn's 8x8 digits: 1437 to train, 360 to validate.
 
-    ``augment``: shift training images by up to one pixel.
+    With ``augment`` training images are shifted at random by up to one pixel.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

@@ -152,7 +152,7 @@ class Loader:
         """Return the indices that ``epoch`` visits, in their order [n].
 
         Raises:
-            DataError: If the sampler yields fewer indices than its length, or something else.
+            DataError: If the sampler yields fewer indices than its length, or a value that is no index.
         """
         sampler, num = self._loading.sampler, self.num_samples
         if sampler is None:
@@ -302,9 +302,9 @@ class _MicroBatches(Dataset["Pair | DataError"]):
 def rows_of(dataset: Dataset[Any]) -> Take | None:
     """Return a function from indices and seeds to a micro-batch, or None.
 
-    It exists for tensors, small images, windows and a ``Subset`` of these. A class derived from these gets None,
-    because it may treat its samples in its own way. Measured on CIFAR-10 with augmentation, one core: 24 us an image,
-    120 one by one; ResNet-20 trains an image in 2,900.
+    The function exists for tensors, small images, windows and a ``Subset`` of these. A class derived from these gets
+    None, because it may treat its samples in its own way. Measured on CIFAR-10 with augmentation, one core: 24 us an
+    image, 120 one by one; ResNet-20 trains an image in 2,900.
     """
     if type(dataset) is Subset:
         inner, subset = rows_of(dataset.dataset), np.asarray(dataset.indices)

@@ -51,7 +51,7 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         return image[0], int(self.targets[index])
 
     def batch(self, indices: Tensor, seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        """Return inputs [B, C, H, W] and targets [B], drawn by ``seeds`` [B]."""
+        """Return inputs [B, C, H, W], augmented by ``seeds`` [B], and targets [B]."""
         generator = torch.Generator()
         draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds.tolist())
         return self._made(self.images.index_select(0, indices), draws), self.targets.index_select(0, indices)

@@ -78,7 +78,7 @@ def hf_model(
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
     """Build the network of a ``config`` for a ``task``; see :func:`hf_model`.
 
-    ``weights`` is the folder or name of the hub to load them from; without it they are drawn.
+    ``weights`` is the folder, or name of the hub, to load the weights from; if None, they are drawn.
 
     Raises:
         ConfigError: If the library has no such network, or refuses the configuration or the weights.

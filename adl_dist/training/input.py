@@ -28,7 +28,7 @@ UNDER_WAY = 4  # from pinned memory to a device
 
 
 def in_format(tensor: Tensor, *, channels_last: bool) -> Tensor:
-    """Return images [B, C, H, W] in the memory format of ``channels_last``."""
+    """Return images in the memory format channels_last, if it is set."""
     if not channels_last or tensor.ndim != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
@@ -109,7 +109,7 @@ class DeviceLoader:
 
     @contextmanager
     def tried(self, sizes: Sequence[int]) -> Iterator[Batches]:
-        """Yield a generator of first micro-batches of ``sizes``, before the run."""
+        """Yield a generator of first micro-batches, and put back the dataset."""
         with nullcontext() if self.stream is None else self.stream.put_back(), closing(self.batches(0, sizes)) as found:
             yield found
 

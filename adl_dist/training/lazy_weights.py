@@ -32,8 +32,8 @@ class LazyWeights:
     """The tensors of a model on meta, or of a part of it, made on demand.
 
     A tensor that ``files`` hold is read. A parameter that they do not hold is filled by the model's ``draw_parameter``,
-    if it has one; any other by ``reset_parameters`` of its layer, as torch's own layers have it, which fills all
-    parameters and buffers of the layer.
+    if it has one. Any other tensor is made by ``reset_parameters`` of its layer, as torch's own layers have it, which
+    fills all parameters and buffers of the layer.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LazyWeights:
                         module.replace(full, old, made[id(old)])
 
     def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read the tensors ``todo`` of a layer, or draw them."""
+        """Return values by name for the tensors in ``todo``, read or drawn."""
         values: dict[str, Tensor] = {}
         for full, old in todo.items():
             if self.files is not None and (found := self._in_files(full)) is not None:
@@ -130,7 +130,7 @@ class LazyWeights:
         return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Make the tensors in ``todo`` that only ``reset_parameters`` makes."""
+        """Return values by name for the tensors in ``todo`` that need a reset."""
         needed = [full for full, tensor in todo.items() if self._is_reset(full, tensor)]
         if not needed:
             return {}

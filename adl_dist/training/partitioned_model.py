@@ -258,7 +258,7 @@ class PartitionedModel:
         return spec, result, sizes
 
     def _describe(self, chain: Chain, sizes: list[int], measured: _Measured | None, *, is_fixed: bool) -> None:
-        """Note the cut, and the cause if it is uneven."""
+        """Add notes on the cut, and a warning with the cause if it is uneven."""
         if measured is not None:
             shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in measured.balance.stage_seconds)
             self._note(f"measured {cut_note(chain, sizes)}; {shown} ms per micro-batch")
@@ -272,7 +272,7 @@ class PartitionedModel:
             self.warning = why_uneven(chain.units, reasons, sizes, loads, of=of)
 
     def _fixed_sizes(self, chain: Chain) -> list[int] | None:
-        """Return the given sizes or those of the resumed run, or None."""
+        """Return the units per stage of a given or a resumed cut, or None."""
         if not isinstance(self.spec.balance, str):
             return checked_sizes(chain, self.num_stages, self.spec.balance)
         if self.begins:
@@ -399,7 +399,7 @@ def _plain(tensor: Any) -> Any:
 
 
 def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule]) -> tuple[Ties, list[str]]:
-    """Return the ties of ``stages`` of ``model``, with a note each.
+    """Return the ties of ``model`` cut into ``stages``, and a note on each.
 
     The copies on ``stages`` get the optimizer roles of the originals.
 

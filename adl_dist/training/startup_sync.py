@@ -56,14 +56,14 @@ class Agreement:
     def all(self, value: Any, *, call: str = "") -> list[Any]:
         """Publish ``value``, and return the values of all ranks.
 
-        ``call`` names the call that begins with this turn, if it does, for messages.
+        If a call of the trainer begins with this turn, ``call`` is its name, for messages.
         """
         self._turn += 1
         self._publish({"value": value})
         return [self._read(other, call) for other in range(self.size)]
 
     def first(self, value: Any = None) -> Any:
-        """Return the ``value`` of rank 0; those of others do not count."""
+        """Return the ``value`` of rank 0; the values of other ranks are ignored."""
         self._turn += 1
         if self.rank == 0:
             self._publish({"value": value})

@@ -365,8 +365,8 @@ class Trainer:
     ) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
-        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then its micro-batch. With
-        ``ema`` the parameters are the moving averages of that call.
+        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then the size of its
+        micro-batches. With ``ema`` the parameters are the moving averages of that call.
 
         Returns:
             ``validation_loss`` and, for classes, ``validation_accuracy``, for text ``validation_perplexity``; the same

@@ -42,7 +42,7 @@ NUM_TARGETS = 8  # that a process has under way at once
 
 
 def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:
-    """Return whether the first micro-batch would do more than those after it."""
+    """Return whether a first micro-batch would load or compile kernels."""
     return device.type == "cuda" or spec.precision.compile
 
 
@@ -210,5 +210,5 @@ def _do_nothing(*_: object, **__: object) -> None:
 
 
 def _giving(tensors: Tensors) -> Any:
-    """Return a receiver of copies of one message."""
+    """Return a receiver that gives copies of one message, ``tensors``."""
     return SimpleNamespace(open=_do_nothing, shorten=_do_nothing, recv=lambda b: tuple(t.clone() for t in tensors))

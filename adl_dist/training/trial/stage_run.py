@@ -175,8 +175,8 @@ class StageRun:
         """Train on both micro-batches and evaluate them; yield the results.
 
         Parameters named in ``between``, by default all, change before the second forward, and all before the
-        evaluation. If ``delayed``, the first backward comes after the second forward, with the older weights put back,
-        as in training with delayed gradients.
+        evaluation. If ``delayed``, the first backward comes after the second forward, with the older weights put back
+        in for it, as in training with delayed gradients.
 
         Raises:
             ConfigError: If a stage or the loss fails.
@@ -316,8 +316,8 @@ class StageRun:
     ) -> dict[str, Tensor | None]:
         """Run the backward of all stages, last to first; return summed gradients.
 
-        ``when`` names the forward, and seeds the random streams. ``leaves`` are the tensors of each stage that get the
-        gradients, by the names of parameters, ``within`` the contexts of the backwards.
+        ``when`` names the forward, and seeds the random streams. ``leaves`` are by stage the tensors that get
+        gradients, by the names of parameters; ``within`` are by stage the contexts of the backward.
         """
         assert passage.loss is not None
         seed_streams(stream_seed(self._spec.seed, f"backward of {when}"), self._device)
@@ -424,7 +424,7 @@ class StageRun:
 
 
 def _divided(out: Any, target: Batch, n: int) -> tuple[list[Any], list[Batch]]:
-    """Split output and target of four samples: 0 and ``n``, then the others."""
+    """Split outputs and targets of four samples: 0 and ``n``, then the others."""
     halves = [0, n], [m for m in (1, 2, 3) if m != n]
     return [map_tensors(partial(_rows, rows=half), out) for half in halves], [rows_of(target, half) for half in halves]
 
