@@ -341,7 +341,7 @@ OfTie = Callable[[UnitCost, int], float]  # of the first unit of a tie, and the 
 def _of_ties(units: Sequence[UnitCost], *, first: OfTie = lambda unit, nbytes: 0.0, later: OfTie) -> Floats:
     """Return the extra cost [n, n] of tied weights.
 
-    It counts for stages that hold only the first unit of a tie (``first``) or only a later one (``later``).
+    ``first`` gives the cost of a stage with only the first unit of a tie, ``later`` of one with only a later unit.
     """
     added = np.zeros((len(units), len(units)))
     for place, unit in enumerate(units):

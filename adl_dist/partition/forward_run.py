@@ -95,7 +95,7 @@ class ForwardRun:
 
     Attributes:
         stage: the StageModule whose forward it is.
-        frame: the plan of the calls in the forward that is followed now; None inside a call that runs as a whole.
+        frame: the plan of the calls in the forward being followed; None inside a call that runs as a whole.
         failure: an error that the forward may have caught.
     """
 

@@ -303,7 +303,7 @@ class Recorder(TorchFunctionMode):
     def _order_runs(self) -> None:
         """Merge the order of this run's calls into that of all runs.
 
-        A call that this run lacks stays after the one before it.
+        A call that this run lacks stays right after the call that it followed before.
         """
         if self._first is not None and self._first != self._order:
             self.mode.decides = True

@@ -18,8 +18,7 @@ SEARCHED = 6  # most stages for which lists are searched step by step; more woul
 def with_least_delays(method: Method, costs: Costs) -> Method:
     """Return ``method`` with the least delays that keep its full speed.
 
-    If these exceed the staleness that ``method`` allows (``Method.longest_delay``), it gets the fastest delays within
-    the bound.
+    If these exceed ``Method.longest_delay``, the method gets the fastest delays within that bound.
     """
     longest = method.longest_delay(len(costs.forward))
     if method.weights != "2bw":  # it cannot be tried with longer ones
@@ -50,7 +49,7 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
     def lengthened(number: int) -> tuple[int, ...]:
         """Return delays that are ``number`` steps longer per hop.
 
-        Unevenly falling delays are slow.
+        Each hop gets the same, because unevenly falling delays are slow.
         """
         longer = [number * slowest / STEPS * (K - 1 - k) for k in range(K)]
         return _delays([sum(parts) for parts in zip(trips, last_parts, longer, strict=True)], slowest, most)

@@ -1,7 +1,7 @@
 """Mitigations of staleness, one row for each.
 
-A row acts at one or two of four hooks, and two rows of one hook exclude each other. It depends on the mean staleness of
-the stage, which follows from the schedule; a stage without staleness is not changed. The computations are in
+A row acts at one or two of four hooks, and two rows of one hook exclude each other. A row depends on the mean staleness
+of the stage, which follows from the schedule; a stage without staleness is not changed. The computations are in
 :mod:`adl_dist.stage.mitigation`.
 """
 

@@ -34,7 +34,7 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
     """Return the most messages under way on each edge when one is sent.
 
     The receiver may be as slow as it likes: a message counts as received only when later messages to the sender imply
-    it. ``numbers`` are the micro-batches at whose sending the messages are counted.
+    it. Messages are counted when one of the micro-batches in ``numbers`` is sent.
     """
     known: list[Counter[Sending]] = [Counter() for _ in lists]  # received messages that each stage knows of, per edge
     letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # the sender's knowledge

@@ -2,7 +2,7 @@
 
 It runs the same lists of actions as the engine. A stage is busy in forward, recompute, backward or its parts, and
 update. A send costs the sender nothing, occupies the link for a time, after the messages before it, and arrives after
-the link's latency. If each process has one link to all others, a message occupies those of its sender and receiver.
+the link's latency. If each process has one link to all others, a message occupies the links of its sender and receiver.
 Times are in any one unit.
 """
 

@@ -1,8 +1,9 @@
 """Deferred weight gradients of linear layers and convolutions.
 
 Autograd computes the gradients of a layer's input and of its weights in one step. Here the layer's backward returns
-only the first, and keeps the layer's input and the gradient of its output, from which the second follows. The weights
-themselves are not needed, so the second may be computed at any time before the gradients are used.
+only the gradient of the input. It keeps the input and the gradient of the output, from which the gradients of the
+weights follow. The weights themselves are not needed for this, so it may be done at any time before the gradients are
+used.
 
     with gradients.deferrable([loss.grad_fn]) as pending:
         loss.backward()

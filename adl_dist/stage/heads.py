@@ -259,9 +259,8 @@ class GradientHead(Learner):
     """A network that predicts an output's gradient (DNI), and its optimizer.
 
     The stage back-propagates the prediction at once (Jaderberg et al., ICML 2017, section 2). Later the gradient comes
-    back, which the next stage has computed from a prediction of its own, and the last stage from the loss. Only the
-    head learns from it. For that it predicts once more, with its present weights, so that its own gradient is never
-    stale.
+    back, computed by the next stage from its own prediction, or by the last stage from the loss. Only the head learns
+    from it. For that it predicts once more, with its present weights, so that its own gradient is never stale.
 
     It needs an optimizer of its own, because its group is complete only some micro-batches after the stage's own
     update. The optimizer follows the same learning rates, by the index of the update.

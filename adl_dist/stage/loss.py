@@ -407,9 +407,9 @@ def check_is_mean(
 ) -> None:
     """Check that the loss of two micro-batches is the mean of their losses.
 
-    ``outs`` are their outputs, [B, ...] or containers of such, ``targets`` [B, ...] are on the same device. A loss that
-    is random, changes with its calls, or is not finite cannot be compared, and passes. ``give`` is the way out in the
-    error. With ``is_rounded`` the model computes in less than float32.
+    ``outs`` are their outputs, [B, ...] or containers of tensors, ``targets`` [B, ...] are on the same device. A loss
+    that is random, changes with its calls, or is not finite cannot be compared, and passes. ``give`` is the remedy that
+    the error names. With ``is_rounded`` the model computes in less than float32.
 
     Raises:
         ConfigError: If the loss is no such mean, or fails on both together.

@@ -94,9 +94,9 @@ def hits(out: Tensor | None, target: Any, classes: ClassLoss | None, *, top: int
     """Return (number of targets in the ``top`` outputs, number of targets).
 
     Return None if outputs and targets are not of classes. Classes are the second dimension of outputs for torch's own
-    losses, [B, C, ...]; for another loss they are the last one if that fits to targets [B, ...], else the second. Of
-    soft targets, of the shape of the outputs, the likeliest class counts. Targets that the loss ignores, or that are no
-    class, are not counted.
+    losses, [B, C, ...]; for another loss they are the last dimension if targets [B, ...] have all others, otherwise the
+    second. Of soft targets, which have the shape of the outputs, the likeliest class counts. Targets that the loss
+    ignores, or that are no class, are not counted.
     """
     if out is None or not isinstance(target, Tensor):
         return None

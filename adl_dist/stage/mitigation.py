@@ -1,8 +1,8 @@
 """Mitigations of staleness in one stage, for a mean delay of t updates.
 
-The rows are in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no mitigation, and runs the
-same code as without any. In the equations w_s are the weights after s updates, eta_s the learning rate with all
-factors, and u_s all that the optimizer itself takes off the weights in update s.
+The table of mitigations is in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no
+mitigation, and runs the same code as without any. In the equations w_s are the weights after s updates, eta_s the
+learning rate with all factors, and u_s all that the optimizer itself takes off the weights in update s.
 """
 
 import math
@@ -61,7 +61,7 @@ class Mitigation:
         self._check(f"stage {stage}")
 
     def _check(self, where: str) -> None:
-        """Raise ConfigError if a chosen row does not work with the optimizer."""
+        """Raise ConfigError if a mitigation does not work with the optimizer."""
         kind, method = type(self._optimizer), self._method
         momenta = [_momentum(group) for group in self._optimizer.param_groups]
         is_sgd, is_adam, has_momentum = kind is SGD, kind in (Adam, AdamW), all(mu > 0 for mu in momenta)
@@ -194,7 +194,7 @@ class Mitigation:
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Step the optimizer, and correct its update by the chosen rows."""
+        """Step the optimizer, and correct its update by the chosen mitigations."""
         parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
         with _plain_tensors():
             gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
@@ -274,7 +274,7 @@ def mitigation_of(
     """Return the mitigation of ``stage``, or of its tied weights, or None.
 
     Raises:
-        ConfigError: If the rows need a different optimizer.
+        ConfigError: If the mitigations need a different optimizer.
     """
     is_stale = pipeline.mitigations(stage if tie is None else tie)
     return Mitigation(pipeline, stage, optimizer, lr_factor, tie) if is_stale else None

@@ -246,7 +246,7 @@ class Stage(Learner):
             self._trained.zero_grad()
 
     def _check_trains_the_same(self) -> None:
-        """Raise ConfigError if the trained parameters are not those at the start."""
+        """Raise ConfigError if ``requires_grad`` of a parameter was changed."""
         named = self._trained.named_parameters()
         if unlike := [name for name, p in named if p.requires_grad != self._takes_gradient.get(name, p.requires_grad)]:
             raise ConfigError(

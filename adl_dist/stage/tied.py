@@ -1,8 +1,8 @@
 """Tied weights: copies in several stages, with the same updates.
 
-Every stage of a tie gives its part of a group's gradient, the first one adds up, and each applies the sum when it is
-due (:meth:`adl_dist.schedule.Pipeline.tie_delay`). An optimizer of its own, with the same settings and state on every
-stage, steps a copy; so the copies stay equal to the bit.
+Every stage of a tie sends its part of a group's gradient to the first stage, which adds up. Each stage applies the sum
+when it is due (:meth:`adl_dist.schedule.Pipeline.tie_delay`). A separate optimizer steps each copy, with the same
+settings and state on every stage, so the copies stay equal to the bit.
 """
 
 import math
@@ -138,7 +138,7 @@ class TiedWeights(Learner):
     def update(self, in_place: AbstractContextManager[None], model_norm: Tensor | None = None) -> None:
         """Apply the oldest sum ``in_place``, unless its group was skipped.
 
-        It is clipped by ``model_norm``, the norm of the whole model's gradient, or else by its own.
+        The sum is clipped by ``model_norm``, the norm of the whole model's gradient, or by its own norm if None.
 
         Raises:
             DivergedError: If the sum is not finite.

@@ -230,9 +230,10 @@ class Coder:
     """The coder of the messages of one edge, with its measured error.
 
     Attributes:
-        errors: (squared error, squared length), float64[2], of some messages of the segment, on the device of each.
-        num_bytes: of the coded messages of the segment.
-        plain_bytes: of the same messages before coding.
+        errors: (squared error, squared length), float64[2], of each tensor in some messages of the segment, on its
+            device.
+        num_bytes: bytes of the coded messages of the segment.
+        plain_bytes: bytes of the same messages before coding.
     """
 
     EVERY = 16  # the error of one message in so many is measured
