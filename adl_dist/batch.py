@@ -23,7 +23,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def num_samples(batch: Batch) -> int:
-    """Return the size of the first dimension."""
+    """Return the number of samples: the size of the first dimension."""
     return len(tensors_of(batch)[0])
 
 
@@ -38,7 +38,7 @@ def copy_batch(batch: Batch) -> Batch:
 
 
 def rows_of(batch: Batch, rows: Any) -> Batch:
-    """Return some samples of an input or a target."""
+    """Return the samples of a batch that the index ``rows`` selects."""
     return map_batch(lambda tensor: tensor[rows], batch)
 
 
@@ -58,7 +58,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def logits_of(out: Any) -> Tensor | None:
-    """Return the first tensor of an output that is not a number, or None."""
+    """Return the first tensor of an output that has dimensions, or None."""
     return next((leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.ndim), None)
 
 
@@ -68,15 +68,15 @@ def is_class_target(target: Batch) -> bool:
 
 
 def as_classes(target: Tensor) -> Tensor:
-    """Return whole numbers as int64.
+    """Return class labels as int64.
 
-    In 8 bits without a sign -100, which losses ignore, is the class 156.
+    In uint8, which losses accept as well, their ``ignore_index`` -100 equals class 156.
     """
     return target.long()
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as (args, kwargs); a dictionary has arguments by name."""
+    """Return a batch as (args, kwargs); a dictionary becomes the kwargs."""
     if isinstance(batch, dict):
         return (), batch
     return (batch if type(batch) is tuple else (batch,)), {}
@@ -89,7 +89,7 @@ def call(function: Callable[..., Any], batch: Any) -> Any:
 
 
 def describe_structure(structure: Structure) -> str:
-    """Return names or number of the tensors in ``structure``."""
+    """Return text with the names or the number of tensors in ``structure``."""
     if structure.type is dict:
         return "{" + ", ".join(structure.context) + "}"
     return "a tensor" if structure.is_leaf() else f"a tuple of {structure.num_children}"
@@ -101,6 +101,6 @@ def describe_names(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch:
-    """Return the samples of two batches of one structure together."""
+    """Concatenate the samples of two batches of the same structure."""
     joined: Batch = tree_map(lambda *pair: torch.cat(pair), one, other)
     return joined

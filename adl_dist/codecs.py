@@ -13,7 +13,7 @@ LEVELS = {"int8": 127, "int4": 7}  # multiples of the scale, to either side of 0
 
 
 class Codecs(NamedTuple):
-    """The codec of activations and that of gradients."""
+    """The codec of activations and the codec of gradients."""
 
     activations: Codec = "none"
     gradients: Codec = "none"
@@ -23,7 +23,7 @@ PLAIN = Codecs()
 
 
 class PerMessage(NamedTuple):
-    """Seconds of a message: a fixed part, and one for each byte."""
+    """The seconds that a message takes: a fixed part, and a part per byte."""
 
     fixed: float = 0.0
     per_byte: float = 0.0
@@ -34,7 +34,7 @@ class PerMessage(NamedTuple):
 
 
 class CodingCost(NamedTuple):
-    """Seconds to code and decode messages, by their plain bytes."""
+    """The seconds to encode and decode a message, by its bytes before coding."""
 
     acts: PerMessage
     grads: PerMessage  # they may be rounded at random
@@ -55,7 +55,7 @@ def rotated_width(numbers: int) -> int:
 def coded_bytes(codec: str, numbers: int, itemsize: int) -> int | None:
     """Return the coded bytes of one sample, or None if it is not coded.
 
-    None: it is sent as it is, because the codec would not make it smaller.
+    A sample of ``numbers`` elements is sent as it is if the codec would not make it smaller.
     """
     if codec == "none" or numbers == 0:
         return None

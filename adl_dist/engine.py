@@ -27,7 +27,7 @@ HELD = {
 
 @dataclass
 class StageContext:
-    """A stage with all that it touches during one segment."""
+    """A stage with its channels, actions and tensors during one segment."""
 
     stage: Stage  # the mathematics
     receivers: dict[str, LocalChannel | ProcessReceiver] = field(default_factory=dict)  # by kind; see ``LINKS``
@@ -43,7 +43,7 @@ class StageContext:
     held: dict[str, Tensors] = field(default_factory=dict)  # what one action leaves for the next, by kind
 
     def open(self, work: StageWork, *, training: bool) -> None:
-        """Begin a segment of training or of evaluation."""
+        """Open all channels for a segment of training or of evaluation."""
         self.work = work
         self.last_of_groups = work.last_of_groups()  # now, because a stop may shorten the list later on
         self.held.clear()
@@ -60,7 +60,7 @@ class StageContext:
             receiver.shorten(num_micro_batches)
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sent messages have left."""
         for sender in self.senders.values():
             sender.drain()
 
@@ -71,11 +71,12 @@ def run(
     log: Any = None,
     on_update: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Execute the actions of one or several stages in the given order.
+    """Execute pairs (stage, action) of one or more stages in this ``order``.
 
-    If a torch profiler runs when this begins, each action is a range in its timeline, which also shows what a GPU does.
-    ``contexts`` are the stages, opened. ``log`` is an :class:`adl_dist.monitor.activity.ActivityLog`. ``on_update`` is
-    called with (stage, group) after each update, before the next action.
+    If a torch profiler runs when this begins, each action is a range in its timeline, next to the work of a GPU.
+    ``contexts`` are the stages by index, opened for the segment. ``log`` is an
+    :class:`adl_dist.monitor.activity.ActivityLog`. ``on_update`` is called with (stage, group) after each update,
+    before the next action.
     """
     begin, end = (log.begin, log.end) if log is not None else (lambda stage, action: None, lambda: None)
     carry_out = _profiled_step if _profiler_enabled() else step
@@ -88,7 +89,7 @@ def run(
 
 
 def step(action: Action, context: StageContext) -> None:
-    """Execute one action."""
+    """Execute one action of one stage."""
     b, stage, held = action.number, context.stage, context.held
     match action.op:  # compared one after the other, so what every method does comes first
         case Op.FORWARD | Op.FORWARD_ONLY:
@@ -143,7 +144,7 @@ def step(action: Action, context: StageContext) -> None:
 
 
 def _exchange(action: Action, context: StageContext) -> None:
-    """Exchange parts of a group's gradients, or of their norm, and the total."""
+    """Execute an action that sums tied gradients or norms over stages."""
     stage, b, what = context.stage, action.number, what_of(action)
     summed = stage.ties[action.tie.number] if action.tie is not None else stage.model_norm
     assert summed is not None, "the schedule has these actions if stages clip by the norm of the model"

@@ -1,4 +1,4 @@
-"""The exceptions of adl_dist: exit code 2 for the user's, 1 for others."""
+"""The exceptions of adl_dist; exit code 2 for user errors, 1 for others."""
 
 import difflib
 import logging
@@ -44,7 +44,7 @@ class PartitionError(AdlError, ValueError):
 
 
 class DataError(AdlError, ValueError):
-    """A missing, empty or small dataset, or one unfit for the loss."""
+    """A dataset that is missing, empty, too small, or unfit for the loss."""
 
 
 class CheckpointError(AdlError, RuntimeError):
@@ -68,7 +68,7 @@ class SaveError(AdlError, RuntimeError):
 
 
 class TakenOverError(AdlError, RuntimeError):
-    """The takeover of the run folder by another process, after a silence."""
+    """The takeover of a silent process's run folder by another process."""
 
     exit_code = 1
 
@@ -94,7 +94,7 @@ class DivergedError(AdlError, ArithmeticError):
 
 
 class ScheduleError(AdlError, RuntimeError):
-    """A list of actions cannot be carried out: a bug, never the user's fault."""
+    """A list of actions that cannot be executed: a bug, not the user's fault."""
 
     exit_code = 1
 
@@ -109,8 +109,9 @@ class StageFailed(AdlError, RuntimeError):
     """The failure of another process, with its error as the text.
 
     Attributes:
-        is_victim: whether it failed only because yet another one did, of which nothing is known.
-        is_gone: whether it has died or is stuck, as rank 0 found.
+        exit_code: the exit code of the failed process.
+        is_victim: whether it failed only because of a third process, whose own error is unknown.
+        is_gone: whether rank 0 found the process dead or stuck.
     """
 
     def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
@@ -119,9 +120,9 @@ class StageFailed(AdlError, RuntimeError):
 
 
 def place_of(error: BaseException) -> str:
-    """Return the last line of ``error`` outside of packages, or empty text.
+    """Return the line of the user's code that raised ``error``.
 
-    It is like `` at mine.py:12``.
+    It is text like `` at mine.py:12``: the last line outside of packages, otherwise the last line of the traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(HERE)]
@@ -131,7 +132,7 @@ def place_of(error: BaseException) -> str:
 def without_own_frames(error: AdlError) -> AdlError:
     """Return ``error`` without frames of adl_dist, also in its causes.
 
-    Its text says where the mistake is; a script's traceback then ends right after the script's own line.
+    The error's text says where the mistake is, so a script's traceback ends with a line of the script.
     """
     one: BaseException | None = error
     seen = set[int]()
@@ -150,7 +151,7 @@ def without_own_frames(error: AdlError) -> AdlError:
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an unexpected error, with its traceback or its log."""
+    """Return the text of an unexpected error, with its traceback or log file."""
     handlers = logging.getLogger("adl_dist").handlers
     log = next((handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)), None)
     where = f"the traceback is in {log}" if log else "".join(traceback.format_exception(error))
@@ -161,7 +162,7 @@ def describe(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the text of an error."""
+    """Return the type and the text of an error in one line."""
     said, name = text_of(error), type(error).__name__
     return name if said == name else f"{name}: {said}"
 
@@ -169,7 +170,7 @@ def in_one_line(error: BaseException) -> str:
 def text_of(error: BaseException) -> str:
     """Return the text of an error without line breaks, or its type.
 
-    Every text of an error of the user's code is made here, because its ``__str__`` may raise.
+    Errors of the user's code are converted to text only here, because their ``__str__`` may raise.
     """
     try:
         return " ".join(str(error).split()) or type(error).__name__

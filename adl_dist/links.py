@@ -12,7 +12,7 @@ NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 class Links(NamedTuple):
-    """The links after stage 0, 1, ..., or one link for all."""
+    """The links after stages 0, 1, ..., or one link that all stages share."""
 
     bandwidth: tuple[float, ...]  # bytes per second, in each direction for itself
     latency: tuple[float, ...]  # seconds of a message on its way, half a round trip, without those of its bytes
@@ -22,13 +22,17 @@ class Links(NamedTuple):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The keyword arguments of a Machine with these links."""
+        """The keyword arguments of a ``Machine`` with these links."""
         if len(self.bandwidth) == 1:
             return {"bandwidth": self.bandwidth[0], "latency": self.latency[0], "shares_link": True}
         return {"bandwidth": self.bandwidth, "latency": self.latency, "shares_link": False}
 
     def for_stages(self, num_stages: int, key: str) -> "Links":
-        """Return those of K stages; raise a ConfigError if there are not K - 1."""
+        """Return these links; raise ConfigError unless they fit ``num_stages``.
+
+        One link fits any number of stages; otherwise there must be ``num_stages`` - 1. ``key`` is the setting named in
+        the error.
+        """
         count = len(self.bandwidth)
         if count not in (1, num_stages - 1):
             raise ConfigError(
@@ -39,7 +43,7 @@ class Links(NamedTuple):
 
 
 def text_of_links(value: Any) -> str | None:
-    """Return a list ``[rate, time]``, or several of them, as text."""
+    """Return links as text, from text, ``[rate, time]`` or a list of these."""
     if not isinstance(value, list | tuple):
         return None if value is None else str(value)
     links = value if value and all(isinstance(one, list | tuple) for one in value) else [value]
@@ -49,11 +53,11 @@ def text_of_links(value: Any) -> str | None:
 def parse_links(text: str, key: str) -> Links:
     """Parse links like ``100mbit,50ms/1gbit,0.1ms``.
 
-    The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``); the time is that of a round trip, as
-    ping shows it, and 0 if there is none.
+    The rate is in the units of tc (``mbit``, 1e6 bits) or in bytes (``MB/s``). The time is a round trip, as ping shows
+    it; without a time it is 0.
 
     Raises:
-        ConfigError: ``key`` has another value.
+        ConfigError: If a link has another form; the text names the setting ``key``.
     """
     rates, times = "|".join(RATES), "|".join(TIMES)
     links = []

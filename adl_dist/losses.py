@@ -1,4 +1,4 @@
-"""Losses of outputs that torch's own do not take as they are."""
+"""Losses for outputs that torch's own losses do not accept."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 class TokenCrossEntropy(nn.CrossEntropyLoss):
     """Cross-entropy of outputs [B, T, classes]: the mean over all tokens.
 
-    Takes the same arguments; targets of ``ignore_index``, -100 unless given, count for nothing. An output may hold its
-    scores as ``logits``, as those of transformers do.
+    It takes the arguments of ``nn.CrossEntropyLoss``. Targets equal to ``ignore_index`` (default -100) do not count.
+    The scores may be the ``logits`` of an output object, as in transformers.
     """
 
     def forward(self, input: Any, target: Tensor) -> Tensor:
@@ -27,8 +27,8 @@ class ModelLoss:
     transformers. A dataset's item is then ((idx, targets), targets).
 
     Args:
-        num_terms: counts in the targets of a micro-batch the terms that the loss averages over; if None, it averages
-            over the samples.
+        num_terms: a function of a micro-batch's targets that returns the number of terms that the loss averages over;
+            if None, the loss averages over samples.
     """
 
     def __init__(self, num_terms: Callable[[Any], Any] | None = None) -> None:
@@ -36,10 +36,10 @@ class ModelLoss:
             self.num_terms = num_terms
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Return ``output["loss"]``, or the only number in the output.
+        """Return ``output["loss"]``, or the only tensor without dimensions.
 
         Raises:
-            ValueError: If there is no such number, or more than one.
+            ValueError: If there is no such tensor, or more than one.
         """
         named = output.get("loss") if isinstance(output, Mapping) else None
         numbers = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and not leaf.ndim]

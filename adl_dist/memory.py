@@ -1,4 +1,4 @@
-"""The places of tensors in memory, and shared memory."""
+"""Addresses of tensors in memory, and memory that several tensors share."""
 
 import torch
 from torch import Tensor
@@ -21,6 +21,6 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor, and the first after it."""
+    """Return the first address of a tensor, and the address after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -1,7 +1,7 @@
 """Learning rates as functions of the update index s.
 
 Stages reach an update at different times, but share its rate gamma_s. A schedule depends only on s, never on the clock,
-a metric or another stage; a resumed run counts to its place.
+a metric or another stage. A resumed run steps its schedule again up to its update.
 """
 
 import inspect
@@ -37,7 +37,7 @@ def multistep(
 ) -> LRScheduler:
     """Multiply the learning rate by ``gamma`` at each of ``milestones``.
 
-    They are counted in epochs, after a linear warm-up of ``warmup_epochs``.
+    Milestones are epochs since the start of the run, which begins with a linear warm-up of ``warmup_epochs``.
 
     Raises:
         ConfigError: If milestones do not ascend from above 0, or ``gamma`` is not above 0.
@@ -65,8 +65,9 @@ def cosine(
 ) -> LRScheduler:
     """Decay the learning rate by half a cosine, after a linear warm-up.
 
-    From s = W to s = T it is f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2 of the optimizer's rate, with f the
-    ``final_factor``, in [0, 1]. As in torch, the end belongs to the update after the last one.
+    From update W, the end of the warm-up, to T = ``total_updates`` the optimizer's rate is multiplied by
+    f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2, with f = ``final_factor`` in [0, 1]. As in torch, f itself is
+    reached at update T, one after the last.
     """
     if not 0 <= final_factor <= 1:
         raise ConfigError(f"lr_schedule.final_factor must be in [0, 1], got {final_factor}")
@@ -96,16 +97,14 @@ def _scheduler(
 def build_lr_schedule(
     target: Callable[..., Any], optimizer: Optimizer, *, updates_per_epoch: int, total_updates: int, **options: Any
 ) -> LRScheduler:
-    """Build a schedule from a class or function.
+    """Build a schedule, to be stepped once per update.
 
-    It is one of the above, of ``torch.optim.lr_scheduler``, or a function like them.
-
-    Of the length, parameters of ``target`` are passed; ``total_updates`` also as ``total_steps``. The last, shorter
-    group of an epoch counts as an update. ``options`` are the other keys of ``lr_schedule``. The scheduler is to be
-    stepped once per update.
+    ``target`` is a function of this module, a class of ``torch.optim.lr_scheduler``, or a function like them. If it has
+    parameters ``updates_per_epoch``, ``total_updates`` or ``total_steps``, it gets the run's length. The last, shorter
+    group of an epoch counts as an update. ``options`` are the other keys of ``lr_schedule``.
 
     Raises:
-        ConfigError: If ``target`` does not accept the options, or follows a metric.
+        ConfigError: If ``target`` does not accept the options, follows a metric, or returns no LRScheduler.
     """
     if isinstance(target, partial) and not target.args:  # the command line's
         options = {**target.keywords, **options}
@@ -135,7 +134,10 @@ def build_lr_schedule(
 
 
 def _check_factors(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raise ConfigError if rates that differed ``before`` are one rate now."""
+    """Raise ConfigError if the schedule ``name`` has undone ``lr_factor``.
+
+    Then groups with different rates ``before`` have one rate.
+    """
     pairs = {(float(old["lr"]), float(group["lr"])) for old, group in zip(before, groups, strict=True) if group["lr"]}
     if any("lr_factor" in group for group in groups) and len({rate for _, rate in pairs}) < len(pairs):
         raise ConfigError(
@@ -147,7 +149,7 @@ def _check_factors(groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping
 def _length_for(
     target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
 ) -> dict[str, int]:
-    """Return the run's length by parameters that the user has not given."""
+    """Return the length of the run as arguments of ``target`` not yet given."""
     run = {"updates_per_epoch": updates_per_epoch, "total_updates": total, "total_steps": total}
     given = {*options, *(target.keywords if isinstance(target, partial) else ())}
     if given & {"epochs", "steps_per_epoch"}:  # OneCycleLR's other way to say how long it is
@@ -162,7 +164,7 @@ def _name_of(target: object) -> str:
 
 
 def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
-    """Step a schedule through a run; return the keys of groups that it sets.
+    """Step a schedule through a run; return the param group keys that it sets.
 
     At most ``MOST_TRIED`` updates are tried. ``make`` builds the schedule of ``optimizer``, whose groups are restored
     at the end.
@@ -223,7 +225,7 @@ def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
     """Step a fresh scheduler ``num_updates`` times.
 
     Many schedulers multiply the present learning rate, and a closed form would differ in the last bit. 100,000 updates
-    take about a second. The optimizer may have the learning rate of a checkpoint, so it is reset before.
+    take about a second. The optimizer's rate is reset first, because it may come from a checkpoint.
     """
     for group, learning_rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):

@@ -15,12 +15,12 @@ POOL = 4  # words of a SeedSequence's state
 def stream_seed(seed: int, purpose: str, *indices: int) -> int:
     """Derive the seed of one random stream, in [0, 2**63).
 
-    A new stream never moves another one.
+    A new stream does not change any other stream.
 
     Args:
         seed: the run's seed, >= 0.
-        purpose: what the stream is for, for example ``"dropout"``.
-        indices: >= 0; which stream of that purpose, for example epoch and sample.
+        purpose: the use of the stream, for example ``"dropout"``.
+        indices: >= 0; the number of the stream among those of this purpose, for example (epoch, sample).
     """
     words = [word for number in (seed, _number_of(purpose), *indices) for word in _words(number)]
     # An array of its words takes half the time of a list of numbers, and there is a stream for every sample.
@@ -34,7 +34,7 @@ def weights_seed(seed: int, name: str) -> int:
 
 
 def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return :func:`stream_seed` for many values of the last index."""
+    """Return :func:`stream_seed` [n] for n values ``last`` of the last index."""
     # SeedSequence's mixing (numpy/random/bit_generator.pyx), each word of entropy a column with a row per stream.
     words = [np.full(1, word, np.uint32) for number in (seed, _number_of(purpose), *indices) for word in _words(number)]
     words.append(np.asarray(last, np.uint32))

@@ -55,8 +55,8 @@ def setting(
     Args:
         default: The default value.
         text: One line of help.
-        key: The last part of its key on the command line, if that is not the name of the field.
-        expected: The type in a message about a wrong one; by default that follows from the annotation.
+        key: The last part of its key on the command line; by default the name of the field.
+        expected: The type as an error message names it; by default it follows from the annotation.
         way_out: Advice at the end of a message about a value out of range.
         bounds: The limits of the range, by the names in ``BOUNDS``.
     """
@@ -66,15 +66,15 @@ def setting(
 
 
 def settings_of(cls: type) -> dict[str, Field[Any]]:
-    """Return the fields of ``cls`` that are settings, by last key part."""
+    """Return the fields of ``cls`` that are settings, by last part of the key."""
     return {f.metadata["key"] or f.name: f for f in fields(cls) if "help" in f.metadata}
 
 
 def documented(group: str, call: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass with the settings of a ``group``.
+    """Return a decorator that documents the settings of a ``group``.
 
-    Its docstring gets the help of each setting. Messages to scripts name the setting by ``call``, the name of the class
-    unless given, instead of its key.
+    It adds the help of each setting to the docstring of a dataclass. Messages to scripts name a setting by ``call``,
+    which is the class by default, instead of the setting's key.
     """
 
     def decorated(cls: type[T]) -> type[T]:
@@ -97,10 +97,10 @@ def check_settings(obj: object, group: str) -> None:
 
     Args:
         obj: An instance of the dataclass.
-        group: The first part of the keys, like ``runtime``; empty if they have one part only.
+        group: The first part of the keys, like ``runtime``; empty if keys have only one part.
 
     Raises:
-        ConfigError: If a value has another type or is out of range.
+        ConfigError: If a value has a wrong type or is out of range.
     """
     cls: Any = type(obj)
     hints = _type_hints(cls)
@@ -142,7 +142,7 @@ def as_typed(hint: Any, value: Any) -> Any:
 
 
 def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of an older version, by the dotted names of this one."""
+    """Return settings of an older version under their present dotted names."""
     new = dict(flat)
     for key in flat.keys() & RENAMED.keys():
         new[RENAMED[key][0]] = _present(key, new.pop(key))
@@ -150,7 +150,7 @@ def renamed(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_old_name(key: str, value: Any, *, stacklevel: int) -> Any:
-    """Convert a value under an old ``key`` to a present one, with a warning."""
+    """Convert the value of a setting's old ``key`` to the present one; warn."""
     old, new = (each.rpartition(".")[2] for each in (key, RENAMED[key][0]))
     warnings.warn(f"{old} is called {new} since 0.4.0", DeprecationWarning, stacklevel=stacklevel + 1)
     return _present(key, value)
@@ -188,7 +188,7 @@ def _fits(hint: Any, value: object) -> bool:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """Return the choices of a setting that is one of some words, or null."""
+    """Return the words that a setting of type Literal accepts, otherwise ()."""
     parts = [part for part in _parts(hint) if part is not types.NoneType]
     return get_args(parts[0]) if len(parts) == 1 and get_origin(parts[0]) is Literal else ()
 

@@ -26,7 +26,7 @@ class PrecisionSettings:
 
     @property
     def codecs(self) -> Codecs:
-        """The codec of each direction."""
+        """The codecs of activations and of gradients."""
         return Codecs(self.codec, self.codec if self.gradient_codec is None else self.gradient_codec)
 
 
@@ -52,7 +52,7 @@ class GradientPolicy:
     )
 
     def check(self, pipeline: Pipeline) -> None:
-        """Raise ConfigError if a value is out of range or the run cannot skip."""
+        """Raise ConfigError if a value is out of range or unfit for ``pipeline``."""
         check_settings(self, "train")
         if self.skips and pipeline.spec.has_heads and pipeline.num_stages > 1:
             raise ConfigError(
@@ -73,7 +73,7 @@ class GradientPolicy:
         return self.clip_norm is not None and self.clip_scope == "model" and is_possible
 
     def note(self, pipeline: Pipeline) -> str | None:
-        """Return a note if stages clip by themselves without being told to."""
+        """Return a note if clip_scope=model is not possible, otherwise None."""
         if self.clip_norm is None or self.clip_scope == "stage" or self.clips_model(pipeline):
             return None
         return (

@@ -14,12 +14,12 @@ CPU = torch.device("cpu")
 
 
 def seed_streams(seed: int, device: torch.device = CPU) -> None:
-    """Seed torch's streams, Python's and numpy's."""
+    """Seed the random streams of torch, Python and numpy."""
     seed_each(dict.fromkeys(("torch", "python", "numpy"), seed), device)
 
 
 def seed_each(seeds: Mapping[str, int], device: torch.device = CPU) -> None:
-    """Seed the streams among torch, python and numpy in ``seeds``."""
+    """Seed the streams in ``seeds``, by the names torch, python and numpy."""
     if (seed := seeds.get("torch")) is not None:
         seed_torch(seed, device)
     if (seed := seeds.get("python")) is not None:
@@ -29,7 +29,7 @@ def seed_each(seeds: Mapping[str, int], device: torch.device = CPU) -> None:
 
 
 def seed_torch(seed: int, device: torch.device = CPU) -> None:
-    """Seed torch's stream on the CPU and that of ``device``."""
+    """Seed torch's streams on the CPU and on ``device``."""
     # A model on a GPU may draw from both.
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU
     if device.type == "cuda":
@@ -37,15 +37,15 @@ def seed_torch(seed: int, device: torch.device = CPU) -> None:
 
 
 class Streams:
-    """The present states of the random streams of torch, Python and numpy.
+    """A copy of the states of torch's, Python's and numpy's random streams.
 
-    They include that of torch on one GPU.
+    It may include torch's stream of one GPU.
     """
 
     def __init__(self, device: torch.device | None = None, *, only_torch: bool = False) -> None:
-        """Read them, that of ``device`` included if it is a GPU.
+        """Copy the states, with torch's stream of ``device`` if it is a GPU.
 
-        With ``only_torch`` read torch's, which takes 1 us in place of 30; they cannot be restored.
+        With ``only_torch`` copy only torch's, in 1 us instead of 30; such a copy cannot be restored.
         """
         self._device = device if device is not None and device.type == "cuda" else None
         self._torchs = torch.get_rng_state()
@@ -54,7 +54,7 @@ class Streams:
         self._of_device = torch.cuda.get_rng_state(self._device) if self._device is not None else None
 
     def difference(self, before: "Streams") -> set[str]:
-        """Return the streams that are not as they were ``before``."""
+        """Return the names of streams with a different state than ``before``."""
         pairs = {
             "torch": (self._of_torch, before._of_torch),
             "python": (self._pythons, before._pythons),
@@ -68,7 +68,7 @@ class Streams:
         return [state.numpy().tobytes() for state in states if state is not None]
 
     def moved(self) -> set[str]:
-        """Return the streams that have been drawn from or seeded since."""
+        """Return the names of streams drawn from or seeded since this copy."""
         return Streams(self._device).difference(self)
 
     def restore(self) -> None:
@@ -83,7 +83,7 @@ class Streams:
 
 @contextmanager
 def streams_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the global random streams, also that of ``device``."""
+    """Restore the global random streams, also of ``device``, after the block."""
     streams = Streams(device)
     try:
         yield

@@ -1,7 +1,7 @@
 """Settings in messages: keys of the command line, or names of Python.
 
-Messages name a setting by its key, like ``partition.tied=untie``. Unless the command line runs, they are shown with the
-name that a script has for it, ``PartitionSpec(tied='untie')``.
+Messages name a setting by its key, like ``partition.tied=untie``. A script, unlike the command line, shows them with
+the setting's name in Python, ``PartitionSpec(tied='untie')``.
 """
 
 import re
@@ -30,7 +30,7 @@ _shows_keys = False
 
 @contextmanager
 def keys_shown() -> Iterator[None]:
-    """Show keys as they are in the block."""
+    """Show settings by their keys inside the block."""
     global _shows_keys
     before, _shows_keys = _shows_keys, True
     try:
@@ -40,7 +40,7 @@ def keys_shown() -> Iterator[None]:
 
 
 def worded(text: str) -> str:
-    """Return ``text`` in the words of its reader."""
+    """Return ``text`` with each setting named as its reader writes it."""
     return text if _shows_keys else NULL.sub("None", KEY.sub(_in_python, text))
 
 

@@ -14,9 +14,9 @@ class OuterStep:
     """DiLoCo's outer optimizer on one of several replicas.
 
     The replicas have joined each other and begin with equal weights. Each replica takes ``inner_updates`` steps of its
-    own optimizer, which keeps its state, on its own share of the data. How far the replicas have then come from the
-    last common weights, on average, is a gradient to SGD with Nesterov's momentum; its step gives the next common
-    weights, with which all continue. Buffers of floating point, which are BatchNorm's statistics, are averaged.
+    own optimizer, which keeps its state, on its own share of the data. Then the last common weights minus the average
+    of the replicas' weights are the gradient for SGD with Nesterov's momentum. Its step gives the next common weights,
+    from which all replicas continue. Floating-point buffers, which are BatchNorm's statistics, are averaged.
     """
 
     def __init__(

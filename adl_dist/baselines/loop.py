@@ -28,7 +28,7 @@ if _SYNC not in inspect.signature(DistributedDataParallel.__init__).parameters:
 
 @dataclass(kw_only=True)
 class Training:
-    """The length and objects of a training; records when each update ends."""
+    """The settings and objects of a training; records when each update ends."""
 
     device: torch.device
     num_updates: int
@@ -56,7 +56,7 @@ class Training:
             self._ends.append(time.perf_counter())
 
     def ends(self) -> list[float]:
-        """Return the end of each update after the first, in seconds."""
+        """Return each update's end, in seconds since the end of the first update."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return [self._ends[0].elapsed_time(end) / 1000 for end in self._ends]
@@ -77,8 +77,8 @@ def train_alone(model: nn.Module, batches: Batches, training: Training) -> None:
 def replicated(model: nn.Module, device: torch.device) -> nn.Module:
     """Wrap one of K replicas in DDP, which averages gradients in the backward.
 
-    Whatever equal weights do not need is omitted, so that DDP is as fast as it can be: running statistics of BatchNorm
-    are not broadcast, and gradients lie in the buckets that are sent.
+    Options make DDP as fast as it can be: running statistics of BatchNorm are not broadcast, and gradients are views of
+    the buckets that are sent.
     """
     options: dict[str, Any] = {"device_ids": [device] if device.type == "cuda" else None, _SYNC: False}
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
@@ -98,8 +98,8 @@ def joined(
 ) -> Iterator[None]:
     """Join the other ranks for the block, and wait for them unless it fails.
 
-    NCCL connects GPUs if each of the ``size`` ranks has one of its own, gloo everything else; one rank joins nothing.
-    ``timeout_seconds`` limits one operation. ``rendezvous``: ``env://`` with MASTER_ADDR and MASTER_PORT, or
+    The backend is NCCL if each of the ``size`` ranks has its own GPU, otherwise gloo. A single rank joins nothing.
+    ``timeout_seconds`` limits one operation. ``rendezvous`` is ``env://`` with MASTER_ADDR and MASTER_PORT, or
     ``file:///PATH``.
     """
     if size == 1:

@@ -12,7 +12,7 @@ from adl_dist.baselines.loop import Batches, Training
 
 
 def _zero_bubble(stage: PipelineStage, **options: Any) -> ScheduleInterleavedZeroBubble:
-    """Return the ZB-H1 schedule, of one stage per process and 1F1B's messages."""
+    """Return the ZB-H1 schedule: one stage per process, 1F1B's messages."""
     return ScheduleInterleavedZeroBubble([stage], **options)
 
 
@@ -20,9 +20,9 @@ SCHEDULES: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "z
 
 
 class _Convert(torch.autograd.Function):
-    """A memory format conversion with a different format in the backward.
+    """A conversion to one memory format, and to another in the backward.
 
-    So kernels never meet both formats at once.
+    Thus kernels never meet both formats at once.
     """
 
     @staticmethod
@@ -37,16 +37,16 @@ class _Convert(torch.autograd.Function):
 
 
 class Bordered(nn.Module):
-    """A channels_last stage with plain tensors at its ends, as gloo demands."""
+    """A stage that takes and returns contiguous tensors, as gloo demands."""
 
     def __init__(self, stage: nn.Module, *, channels_last: bool) -> None:
-        """Wrap a stage from tensors [B, ...] to a tuple or the model's output."""
+        """Wrap ``stage``; if ``channels_last``, it computes images in that format."""
         super().__init__()
         self.stage = stage
         self._channels_last = channels_last
 
     def forward(self, *acts: Tensor) -> Any:
-        """Return the tensors for the next border from those of the previous one."""
+        """Run the stage; return its output tensor, or a tuple of several."""
         out = self.stage(*(_Convert.apply(act, self._inside(act), torch.contiguous_format) for act in acts))
         leaving = [self._leave(each) for each in ([out] if isinstance(out, Tensor) else out)]
         return leaving[0] if len(leaving) == 1 else tuple(leaving)
@@ -67,15 +67,15 @@ def train_stage(
     channels_last: bool,
     target: Tensor,
 ) -> None:
-    """Train the stage of this rank, which has joined the others.
+    """Train the stage of this rank, after all ranks have joined.
 
     Args:
         module: the stage.
-        batches: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
+        batches: on rank 0 whole batches (input on the device, target), which torch splits; None elsewhere.
         training: the length of the training and the optimizer.
         schedule: a key of SCHEDULES; ``1f1b`` and ``zb`` need a micro-batch per rank or more.
         channels_last: whether stages compute images in channels_last.
-        target: a target of a whole batch, any values; rank 0 sends each batch's to the last rank.
+        target: a tensor like the target of a whole batch, any values; rank 0 sends each batch's to the last rank.
     """
     rank, num_stages = dist.get_rank(), dist.get_world_size()
     last = num_stages - 1

@@ -1,7 +1,7 @@
 """Saves during training: one part per process, completed by rank 0.
 
-A part is copied at once, where the pipeline is empty, and written by a thread of its own. A save that fails is reported
-and leaves nothing behind: training and the older checkpoints are worth more than it.
+A part is copied at once, where the pipeline is empty, and written by a background thread. A save that fails is only
+reported, and its files are removed: training and the older checkpoints are worth more.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ WriteParts = Callable[[PurePath, str, bool], Collection[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
-    """The end of one process's part of a save."""
+    """The result of one process's part of a save."""
 
     rank: int
     token: str = ""  # the save that it belongs to; "" for a process that is gone
@@ -82,7 +82,7 @@ class Saver:
     """The saves of rank 0: at most one under way, and the result of the last.
 
     ``check_owner`` is called before anything is changed, and again when all parts are written, followed by
-    ``before_commit``. The save fails if they raise OSError; the run is over if it is TakenOverError.
+    ``before_commit``. If one of them raises OSError, the save fails; TakenOverError ends the run.
     """
 
     folder: PurePath
@@ -103,7 +103,10 @@ class Saver:
         self._parts.put(part)
 
     def begin(self, write_parts: WriteParts, update: int) -> None:
-        """Have all parts of a save written, after the previous save has ended."""
+        """Wait for the previous save, then let all processes write their parts.
+
+        If ``update`` has a complete checkpoint already, write nothing. An OSError is recorded in ``failure``.
+        """
         self.wait()
         self._saved = self._begun = self.failure = None
         path, token = layout.place(self.folder, update), uuid.uuid4().hex
@@ -118,9 +121,9 @@ class Saver:
         self._begun = path, write_parts(path, token, self.policy.background), token
 
     def complete(self, manifest: Mapping[str, Any]) -> None:
-        """Complete the save that has begun, if any, by its manifest.
+        """Complete the save that has begun, if any, by writing ``manifest``.
 
-        A checkpoint that was there already gets the figures that it lacks: those of an evaluation that had failed.
+        A checkpoint that was complete already only gets the metrics that it lacks, because its evaluation had failed.
         """
         if self._begun is None:
             if self._saved is not None:
@@ -137,7 +140,7 @@ class Saver:
             self._finish(*arguments)
 
     def wait(self, seconds: float | None = None) -> PurePath | None:
-        """Wait at most ``seconds`` for the save; return the last checkpoint made."""
+        """Wait at most ``seconds`` for the save; return its checkpoint, or None."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._saved
@@ -169,7 +172,7 @@ class Saver:
             warn(f"{self.folder}: an old checkpoint could not be removed: {in_one_line(error)}")
 
     def _collect(self, ranks: Collection[int], token: str) -> list[PartReport]:
-        """Return the parts of all ``ranks``; raise StageFailed if one is gone."""
+        """Return the reports of all ``ranks``; raise StageFailed if one has died."""
         parts: dict[int, PartReport] = {}
         while len(parts) < len(ranks):
             part = self._parts.get()
@@ -186,7 +189,7 @@ class Saver:
 
 
 def _copied(shards: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Return copies on the CPU, complete when this returns."""
+    """Copy the tensors of ``shards`` to the CPU, and wait for the copies."""
 
     def copied(tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":

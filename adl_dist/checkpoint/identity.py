@@ -1,7 +1,7 @@
 """Identity of a run that continues: its sizes, its cut and its objects.
 
-A script has no settings that could be compared, only objects. Of these are kept the names of classes and functions, and
-the options of the optimizer's groups.
+A script has no settings that could be compared, only objects. Recorded are the names of their classes and functions,
+and the options of the optimizer's groups.
 """
 
 import json
@@ -18,7 +18,7 @@ from adl_dist.schedule.run_plan import Plan
 
 
 def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """Return the class and group values of a new optimizer, by key."""
+    """Return lists by key: an optimizer's class name and its group values."""
     named: dict[str, list[Any]] = {"name": [class_name(type(optimizer))]}
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -71,7 +71,7 @@ def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
 
 
 def check_identity(path: PurePath, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Raise CheckpointError if the runs differ; return a note on the length."""
+    """Raise CheckpointError if the runs differ; return a note on a new length."""
     for name, value in mine.items():
         if name != "total_updates" and theirs.get(name) != value:
             raise CheckpointError(

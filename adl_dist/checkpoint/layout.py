@@ -49,7 +49,7 @@ def create_hashed(file: PurePath, content: Iterable[Data]) -> Digest:
 
 
 def place(folder: PurePath, update: int) -> PurePath:
-    """Return where the checkpoint of ``update`` is."""
+    """Return the path of the checkpoint of ``update``."""
     return folder / f"{UPDATE}{update:08d}"
 
 
@@ -77,7 +77,7 @@ def _update_folders(folder: PurePath) -> list[PurePath]:
 def begin(path: PurePath, token: str) -> bool:
     """Begin a save; return False if ``path`` is a complete checkpoint already.
 
-    Raise OSError if the save cannot begin, or a checkpoint that is there cannot be read; it stays.
+    Raise OSError if the save cannot begin, or if a checkpoint at ``path`` cannot be read; it is kept.
     """
     if is_complete(path):
         try:
@@ -105,7 +105,7 @@ def undo(path: PurePath, token: str) -> None:
 
 
 def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> PurePath:
-    """Complete the checkpoint ``path`` by the manifest of its ``files``."""
+    """Complete the checkpoint ``path`` by writing the manifest of ``files``."""
     try:
         _write_manifest(path, {"format": FORMAT, **manifest, "files": dict(files)})
     except OSError:
@@ -118,9 +118,9 @@ def commit(path: PurePath, manifest: Mapping[str, Any], files: Mapping[str, Dige
 
 
 def add_metrics(path: PurePath, made: Mapping[str, Any]) -> None:
-    """Add the figures in ``made``, a later manifest, to a checkpoint.
+    """Add the metrics in ``made``, a later manifest, to a checkpoint without.
 
-    The state of the callbacks that have seen them comes along.
+    The state of the callbacks, which have seen these metrics, is replaced as well.
     """
     manifest = read_manifest(path)
     if made["metrics"] and not manifest["metrics"]:
@@ -139,7 +139,7 @@ def remove(path: PurePath) -> None:
 
 
 def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
-    """Remove complete checkpoints, but not the newest ``keep`` and the best."""
+    """Remove old checkpoints; keep the newest ``keep``, and the best if asked."""
     saved = complete(folder)
     best = best_of(saved) if keep_best else None
     for path in saved[:-keep]:
@@ -148,7 +148,7 @@ def prune(folder: PurePath, *, keep: int, keep_best: bool) -> None:
 
 
 def best_of(saved: Sequence[PurePath]) -> PurePath | None:
-    """Return the best checkpoint by the newest one's goal, the first of ties."""
+    """Return the best checkpoint by the newest's goal, the oldest of equals."""
     manifests = {}
     for path in sorted(saved):
         with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
@@ -186,7 +186,7 @@ def reading(path: PurePath, name: str) -> Iterator[None]:
 def read_manifest(path: PurePath) -> dict[str, Any]:
     """Read and check the manifest of a checkpoint, and the sizes of its files.
 
-    Raise UnusableError if the checkpoint is damaged, CheckpointError if it is no checkpoint, or has another format.
+    Raise UnusableError if the checkpoint is damaged, CheckpointError if it is no checkpoint, or has a different format.
     """
     with reading(path, MANIFEST):
         if not is_complete(path):
@@ -236,10 +236,11 @@ def verify(path: PurePath) -> dict[str, Any]:
 def first_usable(
     candidates: Sequence[PurePath], check: Callable[[PurePath], dict[str, Any]]
 ) -> tuple[PurePath, dict[str, Any], list[tuple[PurePath, UnusableError]]]:
-    """Return the first usable candidate, its manifest, and those rejected.
+    """Return the first usable candidate, its manifest, and the rejected ones.
 
-    Candidates are newest first, and at least one; ``check`` accepts it or raises UnusableError. Raise CheckpointError
-    where none is usable or one has another format. Nothing is changed.
+    Candidates are newest first, and at least one. ``check`` returns a candidate's manifest or raises UnusableError.
+    Rejected are those before the usable one, as pairs (path, error). Raise CheckpointError if no candidate is usable,
+    or one has a different format. Nothing is changed.
     """
     rejected: list[tuple[PurePath, UnusableError]] = []
     for path in candidates:

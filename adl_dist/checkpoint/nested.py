@@ -1,8 +1,8 @@
 """Nested values of a ``state_dict()`` as tensors and JSON, and back.
 
-The values are tensors, numbers, text, and any nesting of these. What comes back is equal to the bit and of the same
-type: a Python int stays one, a tuple stays a tuple, a tensor has its dtype, and its strides, because a product of
-matrices may be rounded otherwise with others.
+The values are tensors, numbers, text, and any nesting of these. A value read back is equal to the bit and has the same
+type: an int stays an int, and a tuple a tuple. A tensor keeps its dtype and its strides, because other strides may
+change the rounding of a matrix product.
 """
 
 import json
@@ -31,13 +31,13 @@ class Packer:
     """A converter of values to JSON that collects their tensors by name."""
 
     def __init__(self, device: torch.device = CPU) -> None:
-        """Begin without tensors; ``device`` is that of the parameters."""
+        """Begin without tensors; ``device`` is the parameters' device."""
         self.tensors: dict[str, Tensor] = {}
         self._device = device
         self._names: dict[int, str] = {}  # of these, by address
 
     def packed(self, name: str, value: Any) -> Any:
-        """Return JSON with names in place of tensors, or raise Unstorable."""
+        """Return ``value`` as JSON with names for tensors, or raise Unstorable."""
         kind = type(value)
         if kind in PLAIN:
             return value
@@ -78,10 +78,10 @@ def unpacked(
     *,
     steps_on_cpu: bool = True,
 ) -> dict[str, Any]:
-    """Read values by the JSON of :meth:`Packer.packed`.
+    """Return the values packed as ``texts``, with tensors from ``stored``.
 
-    Tensors are on ``device`` or the CPU. Where a tensor was saved on the CPU, it is on ``device``, except one called
-    ``step`` if ``steps_on_cpu``.
+    A tensor saved by a run on a GPU returns to ``device`` or the CPU, where it was. A tensor saved by a run on the CPU
+    is put on ``device``, except one called ``step`` if ``steps_on_cpu``.
     """
     names: set[str] = set()
     read: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def packed_state(state: Mapping[str, Any]) -> Shard:
-    """Return tensors, and other entries as JSON, or raise Unstorable."""
+    """Return a ``state_dict()`` as tensors and JSON, or raise Unstorable."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and not is_extra_state(name)}
     for name, tensor in tensors.items():
         if reason := tensor_files.why_unstorable(tensor):
@@ -128,7 +128,7 @@ def packed_state(state: Mapping[str, Any]) -> Shard:
 
 
 def unpacked_state(stored: Mapping[str, Stored], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Read the ``state_dict()`` of :func:`packed_state`, on the CPU."""
+    """Return the ``state_dict()`` packed by :func:`packed_state`, on the CPU."""
     tensors = {name: at for name, at in stored.items() if not name.startswith(ENTRY)}
     entries = unpacked({name: text for name, text in texts.items() if name.startswith(ENTRY)}, stored)
     return dict(tensor_files.read(tensors)) | {name.removeprefix(ENTRY): value for name, value in entries.items()}
@@ -137,7 +137,7 @@ def unpacked_state(stored: Mapping[str, Stored], texts: Mapping[str, str]) -> di
 def of_this_version(found: Mapping[str, Any], state: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Copy ``found`` with the module versions (``_metadata``) of ``state``.
 
-    Without these, modules would convert it as if a torch without versions had saved it.
+    Without versions, modules would convert it as the state of a torch that knew none.
     """
     loaded = OrderedDict(found)
     vars(loaded)["_metadata"] = getattr(state, "_metadata", None)

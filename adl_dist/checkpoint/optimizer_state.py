@@ -1,10 +1,10 @@
 """The state of the stages' optimizers in a checkpoint.
 
-Of each parameter, in any cut under its name: all that the optimizer remembers of it, and that ``method.mitigation``
-does. Of each stage: values of ``param_groups`` that have changed since the optimizer was made, ``state`` under a name,
-and entries that the optimizer's class adds to its ``state_dict()``. These belong to one stage, so they come back only
-where the cut is the same. Values that the learning rate schedule sets are not stored: they are functions of the update
-index.
+Saved for each parameter, under its name in the uncut model: the optimizer's state, and the history of
+``method.mitigation``. It is restored under any cut. Saved for each stage: changed values of ``param_groups``, entries
+of the optimizer's ``state`` with text as key, and entries that its class adds to ``state_dict()``. These belong to the
+whole stage, so they are restored only if its cut is the same. Values that the learning rate schedule sets are not
+saved, because they are functions of the update index.
 """
 
 import json
@@ -29,7 +29,7 @@ ENTRIES = "state", "param_groups"  # of the state_dict() of every optimizer
 
 
 def shard_of(learner: Learner) -> Shard:
-    """Return the optimizer state of ``learner``, or raise ConfigError.
+    """Return the optimizer state of ``learner`` to save, or raise ConfigError.
 
     It is empty without an optimizer.
     """
@@ -64,11 +64,11 @@ def shard_of(learner: Learner) -> Shard:
 
 
 def restore(where: str, learner: Learner, stored: Mapping[str, Stored], metadata: Mapping[str, str]) -> None:
-    """Restore the saved optimizer state of ``learner``, for any cut.
+    """Restore the optimizer state of ``learner``, also under a different cut.
 
-    ``where`` names the checkpoint in errors. ``load_state_dict`` reads only entries of its own: it turns ints into
-    tensors and casts tensors to the dtype of their parameter. Raise CheckpointError if values of a stage were saved,
-    and no stage had the parameters that this one has.
+    ``where`` names the checkpoint in errors. Only the optimizer's own extra entries go through ``load_state_dict``,
+    which turns ints into tensors and casts tensors to their parameter's dtype. Raise CheckpointError if values of a
+    whole saved stage belong to some of these parameters, and no saved stage has exactly these.
     """
     if learner.optimizer is None:
         return
@@ -103,13 +103,19 @@ def restore(where: str, learner: Learner, stored: Mapping[str, Stored], metadata
 
 
 def names_of_values(text: str, *, ignored: bool = False) -> list[str]:
-    """Return the names of a stage's values, or of those of version 0.3.8."""
+    """Return the names of a stage's saved values that are restored.
+
+    With ``ignored`` return the others, which only version 0.3.8 saved.
+    """
     names = [str(name) for name, _ in json.loads(text)["values"]["dict"]]
     return [name for name in names if name.startswith((GROUPS, STATE, ENTRY)) != ignored]
 
 
 def _of_stage(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> list[str]:
-    """Return the key of the values of the stage with ``groups``, if any."""
+    """Return the metadata key of the saved stage with ``groups``, in a list.
+
+    It is empty if there is none. Raise CheckpointError if a different stage saved values for some of these parameters.
+    """
     saved = {key: json.loads(text)["groups"] for key, text in metadata.items() if key.startswith(OF_STAGE)}
     if same := [key for key, theirs in saved.items() if theirs == groups]:
         return same[:1]
@@ -125,7 +131,7 @@ def _of_stage(where: str, groups: list[list[str]], metadata: Mapping[str, str]) 
 
 
 def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return parameters by all their names, of each the first one first."""
+    """Return parameters by all their names, with the first names first."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # The cut decides under which of its names the state of a parameter was saved.
     named = *learner.named_parameters(), *learner.named_parameters(remove_duplicate=False)
@@ -133,13 +139,13 @@ def _parameters(learner: Learner, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _groups(optimizer: Optimizer, parameters: dict[str, Tensor]) -> list[list[str]]:
-    """Return the first names of the parameters of each group."""
+    """Return, for each group, the first names of its parameters."""
     first = {id(p): name for name, p in reversed(parameters.items())}
     return [[first[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _stage_values(learner: Learner, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the values to save that belong to no single parameter, by name."""
+    """Return by name the values to save that belong to no single parameter."""
     not_saved = {"params", *learner.scheduled}
     changed = {
         f"{GROUPS}{number}].{key}": value

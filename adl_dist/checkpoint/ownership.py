@@ -1,10 +1,10 @@
 """The owner of a run folder: one process at a time writes there.
 
-Owners are numbered. Who finds the newest owner dead creates the file of the next number, which only one process can
-(:mod:`.storage`). An owner on this machine is dead if its process is, or if its file was copied here from another
-folder. An owner elsewhere is dead if its file has not changed for LEASE_SECONDS, because a living one rewrites it every
-BEAT_SECONDS; no two clocks are compared. An owner that finds a file of a higher number has lost the folder, unless that
-file is empty: then a process has failed to become the owner.
+Owners are numbered. A process that finds the newest owner dead creates the file of the next number; only one process
+can create it (:mod:`.storage`). An owner on this machine is dead if its process is, or if its file was copied here from
+another folder. An owner elsewhere is dead if its file has not changed for LEASE_SECONDS, because a living one rewrites
+it every BEAT_SECONDS; no two clocks are compared. An owner that finds a file of a higher number has lost the folder,
+unless that file is empty: then a process has failed to become the owner.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Ownership:
     """The right to write into ``folder``, which may be taken once it is free.
 
     Attributes:
-        lost: that another process has taken over, because this one did not beat in time; None if none has.
+        lost: the error if another process has taken over, because this one did not beat in time; otherwise None.
     """
 
     def __init__(self, folder: PurePath, launch: str | None = None) -> None:
@@ -57,7 +57,8 @@ class Ownership:
     def is_held(self, *, waits: bool = True) -> bool:
         """Return whether a process of another launch owns the folder.
 
-        With ``waits=False`` an owner on another machine does not count, since a check waits for its heartbeat.
+        With ``waits=False`` an owner on another machine does not count, because only waiting for its heartbeat can show
+        that it is alive.
         """
         launch = self._me["launch"]
         others = {f: text for f, text in self._texts().items() if not launch or _owner_in(text).get("launch") != launch}
@@ -90,7 +91,7 @@ class Ownership:
     def check(self) -> None:
         """Raise TakenOverError if another process owns the folder now.
 
-        Raise OSError if that cannot be found out.
+        Raise OSError if the owner files cannot be read, or this process's own file is gone.
         """
         assert self._file is not None
         if self.lost is None:
@@ -99,7 +100,7 @@ class Ownership:
             raise self.lost
 
     def release(self) -> None:
-        """Let others own the folder."""
+        """Give up the folder, so that other processes can take it."""
         if self._file is None or self._thread is None:
             return
         mine, self._file = self._file, None
@@ -138,7 +139,7 @@ class Ownership:
         return start_time(owner["pid"]) == owner["started"] and state_of(owner["pid"]) not in ("Z", "X")
 
     def _changes(self, file: PurePath, text: bytes) -> bool:
-        """Return whether an owner file changes, not just vanishes, in the lease."""
+        """Wait up to the lease; return whether the owner file was rewritten."""
         if _dead.get(file) == text:
             return False
         if text:
@@ -169,7 +170,7 @@ class Ownership:
                     storage.write(mine, self._text(beat))
 
     def _look(self, mine: PurePath) -> None:
-        """Find out whether another process has taken the folder over."""
+        """Set ``lost`` if another process has taken the folder over."""
         texts = self._texts()
         for file, text in texts.items():
             if text and file != mine and (file.name > mine.name or mine not in texts):

@@ -52,5 +52,5 @@ class CheckpointPolicy:
 
     @property
     def goal(self) -> Goal:
-        """The metric of the best checkpoint, and its best end."""
+        """The metric of the best checkpoint, and whether its max or min is best."""
         return Goal(self.best_metric, self.best_mode)

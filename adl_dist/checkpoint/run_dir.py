@@ -1,9 +1,9 @@
 """The folder of a run: its files, its identity, and its restarts.
 
 A launch is one user command including every restart of it. A launcher restarts ranks with the arguments of the first
-attempt: with ``resume=never`` or ``resume=PATH`` among them each restart would be refused, or go back. So the launch
-that claimed a folder last continues from what it has saved there. (torchrun's count of restarts says less: it also
-counts attempts that were refused; and a requeued job, or an agent in the place of a lost one, counts from 0.)
+attempt: ``resume=never`` would refuse each restart, and ``resume=PATH`` would repeat work. So a restart by the launch
+that last claimed a folder continues from what it has saved there. (torchrun's count of restarts says less: it also
+counts refused attempts, and it begins at 0 for a requeued job or a replaced agent.)
 """
 
 import contextlib
@@ -69,21 +69,22 @@ class RunFolder:
     writes here, except ``logs/rank{r}.log``, the checkpoint's own files, and ``diverged.json``, which the rank that has
     diverged writes.
 
-    Checkpoints are written into the storage of the run folder. All other files are small, and some are appended to.
-    If the run folder is a URL, each process writes them in a working folder, and copies them at each checkpoint and at
-    the end.
+    Checkpoints are written into the storage of the run folder. All other files are small, and some are appended to. If
+    the run folder is a URL, each process writes its small files in a working folder, and copies them at each checkpoint
+    and at the end.
 
     Attributes:
         place: where the run folder is.
         path: where this process writes all files but checkpoints: ``place``, or the working folder.
         is_shared: whether this process sees the run folder of rank 0, or is rank 0.
-        identity: that of the checkpoint that the run continues from, once checked; None without one.
+        identity: the identity of the checkpoint that the run continues from, set by :meth:`check`; None without a
+            checkpoint.
     """
 
     is_shared = True
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        """Take the folder at a local path or a URL. Nothing is read or written."""
+        """Prepare the folder at a local path or a URL, without reading or writing."""
         self.place = place_of(run_dir)
         self.checkpoints = self.place / CHECKPOINTS
         self._has_copy = "://" in os.fspath(run_dir)
@@ -95,15 +96,15 @@ class RunFolder:
     def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = (), waits: bool = True) -> str:
         """Refuse a folder that this run must not write to, and change nothing.
 
-        Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are. With
-        ``waits=False`` an owner on another machine is left to the check of the process that trains.
+        Settings under ``later`` are not known yet; :meth:`recognise` compares them when they are. With ``waits=False``
+        an owner on another machine is left to the check of the process that trains.
 
         Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
         before, since then this is a restart.
 
         Raises:
-            ConfigError: the folder belongs to a run of another configuration.
-            CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
+            ConfigError: If the folder cannot be used, another process trains there, or its run has other settings.
+            CheckpointError: If ``resume`` would write over a run in the folder, or gives no usable checkpoint.
         """
         with self._explained():
             above = next(p for p in (self.path, *self.path.parents) if p.exists())
@@ -141,13 +142,13 @@ class RunFolder:
         return resume
 
     def reach(self, place: str) -> PurePath:
-        """Return a place of rank 0 as this process reaches it."""
+        """Return the path by which this process reaches ``place`` of rank 0."""
         path = place_of(place)
         return on_rank(0, path) if isinstance(path, Path) and not self.is_shared else path
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn an OSError into the line that run_dir cannot be used."""
+        """Turn an OSError into a ConfigError that run_dir cannot be used."""
         try:
             yield
         except OSError as error:
@@ -156,7 +157,7 @@ class RunFolder:
             ) from error
 
     def open(self, *, resume: str) -> list[PurePath]:
-        """Take the folder; return the checkpoints to resume from, best first."""
+        """Take the folder; return the checkpoints to resume from, newest first."""
         make_folder(self.path)
         with self._explained():
             if not self._ownership.take():
@@ -170,7 +171,7 @@ class RunFolder:
         )
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Record the run of the folder, and the launch that continues it."""
+        """Record the settings of the folder's run, and the id of this launch."""
         with self._explained():
             (self.path / LAUNCH).unlink(missing_ok=True)
             if (launch := _launch_id()) is not None:
@@ -181,11 +182,11 @@ class RunFolder:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the folder says which run it belongs to."""
+        """Whether the folder holds the settings of a run."""
         return (self.path / CONFIG).is_file()
 
     def close(self) -> None:
-        """Let others write here."""
+        """Copy the last small files, and let other processes write here."""
         with contextlib.suppress(OSError):
             if self._ownership.lost is None:
                 self.push()
@@ -199,7 +200,7 @@ class RunFolder:
         self._ownership.check()
 
     def check_not_lost(self) -> None:
-        """Raise TakenOverError if this process has lost the folder; read nothing."""
+        """Raise TakenOverError if the loss of the folder is known; read no files."""
         if self._ownership.lost is not None:
             raise self._ownership.lost
 
@@ -260,7 +261,10 @@ class RunFolder:
             ) from error
 
     def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
-        """Raise ConfigError if settings of the run differ, except in ``without``."""
+        """Raise ConfigError if settings of the run differ from ``config``.
+
+        Settings that may change, and the groups in ``without``, are not compared.
+        """
         if (theirs := self._settings()) is None:
             return
         mine = flatten(config)
@@ -342,7 +346,7 @@ def _version(file: Path) -> object:
 
 
 def chosen_checkpoint(run_dir: str | os.PathLike[str], wanted: str | None) -> PurePath:
-    """Return the ``wanted`` checkpoint: ``best``, ``newest``, None or a path."""
+    """Return the ``wanted`` checkpoint: ``best``, ``newest`` (None) or a path."""
     folder = place_of(run_dir)
     path = folder if wanted in (None, "best", "newest") else place_of(str(wanted))
     saved = [path] if layout.is_complete(path) else layout.complete(path / CHECKPOINTS)

@@ -2,13 +2,13 @@
 
 model-*        the model's ``state_dict()``, by the uncut model's names
 loss-*         the ``state_dict()`` of the loss, if it has one
-ema-*          the moving average of the weights that are trained, by the same names, if there is one
-optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
+ema-*          the moving average of the trained weights, if there is one, by the same names
+optimizer-*    the state of the optimizers: :mod:`.optimizer_state`
 data-*         the position of an iterable dataset, if the run trains on one
-heads-*        heads that stages learn from, by their prefixed names; the metadata says behind which unit each stands
+heads-*        local heads of stages, by prefixed names; the metadata names the unit that each follows
 
-Only the names of the files depend on the cut, and the manifest says what it was. Learning rates are not stored: a
-schedule is a function of the update index and of the cut in use.
+Only the names of the files depend on the cut, which the manifest records. Learning rates are not stored: a schedule is
+a function of the update index and of the cut in use.
 """
 
 import json
@@ -34,7 +34,7 @@ DATA, PLACE = "data", "place"  # the files of a dataset's position, and the key 
 
 
 def signature(model: nn.Module) -> Signature:
-    """Return names and shapes of tensors; refuse those that cannot be saved."""
+    """Return tensor shapes by name; raise ConfigError if one cannot be saved."""
     if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
     state = model.state_dict()
@@ -46,7 +46,7 @@ def signature(model: nn.Module) -> Signature:
 
 
 def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
-    """Return the files of stages to save, or raise ConfigError."""
+    """Return the content of ``stages`` by file name, or raise ConfigError."""
     shards = {}
     for stage in stages:
         # Of a tied copy the first stage that holds one saves it.
@@ -111,7 +111,8 @@ def load(path: PurePath, stages: Sequence[Stage]) -> None:
 def load_weights(path: PurePath, module: nn.Module, *, ema: bool = False) -> None:
     """Load parameters and buffers of a model or a part from a checkpoint.
 
-    With ``ema`` the trained parameters are their moving averages. Raise CheckpointError if that fails.
+    With ``ema`` load the moving averages of trained parameters. Raise CheckpointError if a tensor is missing or
+    unreadable.
     """
     stored, extra = tensor_files.scan(path, MODEL, layout.read_manifest(path)["files"])
     with _explained(path):
@@ -165,7 +166,10 @@ def averaged(path: PurePath, stored: Mapping[str, Stored], module: nn.Module | N
 
 
 def _names_of_equal(stored: Mapping[str, Stored], averages: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the name of each average, with those of equal tensors without one."""
+    """Yield, for each average, all names of the weight that it averages.
+
+    A stored tensor with equal values and no average counts as the same weight.
+    """
     for name in averages:
         alike = {n: at for n, at in stored.items() if n not in averages and at.shape == stored[name].shape}
         own = dict(tensor_files.read({name: stored[name]}))[name] if alike else None
@@ -195,7 +199,7 @@ def _loss_with_state(stage: Stage) -> Any:
 
 @contextmanager
 def _storable(whose: str) -> Iterator[None]:
-    """Turn an Unstorable inside into a ConfigError about a ``state_dict()``."""
+    """Turn an Unstorable into a ConfigError about a ``state_dict()``."""
     try:
         yield
     except Unstorable as error:
@@ -224,7 +228,7 @@ def _fill(module: nn.Module, stored: Mapping[str, Stored], texts: Mapping[str, s
 
 @contextmanager
 def _explained(path: PurePath) -> Iterator[None]:
-    """Turn any error while tensors are restored into one readable error."""
+    """Turn any error while tensors are restored into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -239,7 +243,10 @@ def _explained(path: PurePath) -> Iterator[None]:
 def _check_heads(
     path: PurePath, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]
 ) -> None:
-    """Refuse heads of another kind or place, even if the shapes are the same."""
+    """Raise CheckpointError if saved heads have other shapes or places.
+
+    ``places`` are the units that the heads in the checkpoint follow.
+    """
     for stage in (stage for stage in stages if stage.head is not None):
         here = _end_of(stage)
         there = places.get(stage.head_prefix, here)

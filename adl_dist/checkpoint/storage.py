@@ -4,12 +4,12 @@ A place is a pure path, so that only this file can look at it: a ``Path`` is loc
 storage is a file system of fsspec.
 
 Atomicity. A storage must give four things: :func:`create` fails if the file is there, and so succeeds for one of
-several processes; :func:`write` replaces a file as a whole; what was written is found by all who look afterwards; and
-what was deleted is gone. Nothing needs a rename, a lock, a clock, or an order among files. From these four follow:
+several processes; :func:`write` replaces a file as a whole; a written file is found by every later reader; and a
+deleted file is gone. Nothing needs a rename, a lock, a clock, or an order among files. From these four follow:
 
 *A checkpoint is complete or absent.* It exists once its manifest exists. The manifest names each file with size and
-checksum. All files are created before the manifest is written, and the manifest is deleted before all other files. So
-a process that is killed at any time leaves a manifest with its files, or files without a manifest. These are not read,
+checksum. All files are created before the manifest is written, and the manifest is deleted before all other files. So a
+process that is killed at any time leaves a manifest with its files, or files without a manifest. These are not read,
 and the next start deletes them. Rank 0 puts a token into the folder when a save begins. Other processes create their
 files only where they find this token, and ``create`` never replaces a file. So a process left over from a killed run
 cannot change a checkpoint; at worst a later save finds the name of a file taken, and fails. See :mod:`.layout` and
@@ -18,7 +18,7 @@ cannot change a checkpoint; at worst a later save finds the name of a file taken
 *A run folder has one owner.* Owners are numbered: ``owner-00000007`` is created by the process that found no file but
 that of an owner 6 that is dead, and only one process can create it. See :mod:`.ownership`.
 
-Every function raises OSError, whatever library is below, FileNotFoundError and FileExistsError among them.
+Every function raises OSError, also FileNotFoundError and FileExistsError, whatever library is below.
 """
 
 import atexit
@@ -43,8 +43,8 @@ READ_AHEAD_BYTES = 2**22  # of a file that is not local
 class Progress:
     """The number of pieces of large files written and read by this process.
 
-    The watchdog sees by it that a slow disk still moves. Small files do not count: a beat of :mod:`.ownership` is no
-    progress of the run.
+    It shows the watchdog that a slow disk still works. Small files do not count, because a heartbeat of
+    :mod:`.ownership` is no progress of the run.
     """
 
     num_pieces = 0
@@ -79,9 +79,9 @@ def on_rank(rank: int, place: PurePath) -> Url:
 
 
 def names(folder: PurePath) -> list[str]:
-    """Return the sorted names in ``folder``; those of folders have a slash.
+    """Return the sorted names in ``folder``; names of folders end with "/".
 
-    A missing folder has none.
+    The list is empty if the folder is missing.
     """
     with _files_of(folder) as files:
 
@@ -127,7 +127,7 @@ def iter_pieces(file: PurePath) -> Iterator[bytes]:
 def create(file: PurePath, content: Iterable[Data]) -> None:
     """Write a new ``file`` to disk, or raise FileExistsError.
 
-    A failure leaves no file, but on another rank a part of it. It is a conditional put on S3.
+    If writing fails, no file is left; on another rank a part of it may be. On S3 this is a conditional put.
     """
     is_local = isinstance(file, Path)
     is_new = is_local and not Path(file.parent).is_dir()
@@ -214,7 +214,7 @@ def working_folder() -> Path:
 
 
 def copy_small_files(source: PurePath, target: Path, below: str = "") -> list[PurePath]:
-    """Copy missing small files, no tensors or curves; return their names."""
+    """Copy missing files but tensors and TensorBoard's; return their names."""
     copied = []
     for name in names(source / below):
         place = f"{below}{name}"

@@ -2,8 +2,8 @@
 
 A file holds the tensors of one stage and of one kind, as the format of safetensors prescribes: 8 bytes with the length
 of a JSON header, the header, the tensors. Files are read and written here, not by the library: its readers need a local
-file, `save_file` writes any number of bytes in one call, during which a slow disk looks like a dead one, and
-`serialize` copies all tensors and holds up the interpreter, and with it training, until it has.
+file; its `save_file` writes any number of bytes in one call, during which a slow disk looks dead; and its `serialize`
+copies all tensors and blocks the interpreter, and with it training, until it returns.
 """
 
 import json
@@ -68,7 +68,7 @@ def why_unstorable(tensor: Tensor) -> str | None:
 
 
 def write(path: PurePath, shards: Mapping[str, Shard]) -> dict[str, Digest]:
-    """Create files of the unfinished ``path``; return their digests by name."""
+    """Write ``shards`` to new files in ``path``; return digests by file name."""
     return {
         name: create_hashed(path / name, _encoded(shard.tensors, shard.metadata, shard.tensors.__getitem__))
         for name, shard in shards.items()
@@ -81,7 +81,7 @@ def copy(path: PurePath, tensors: Mapping[str, Stored]) -> Digest:
 
 
 def write_index(path: PurePath, files: Iterable[str]) -> dict[str, Digest]:
-    """Write the index of ``files`` for other programs; return its digest."""
+    """Write the index of ``files`` for other programs; return {name: digest}."""
     tensors, _ = scan(path, MODEL, files)
     index = {
         "metadata": {"total_size": sum(stored.nbytes for stored in tensors.values())},
@@ -91,10 +91,10 @@ def write_index(path: PurePath, files: Iterable[str]) -> dict[str, Digest]:
 
 
 def scan(path: PurePath, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read the headers of the ``files`` of one kind.
+    """Read the headers of the ``files`` of one ``kind``.
 
-    Return the place of each tensor, and all metadata. Raise UnusableError for a file that cannot be read; nothing is
-    allocated for what its header promises.
+    Return (places of tensors by name, metadata). Raise UnusableError for a file that cannot be read; no memory is
+    allocated for its tensors.
     """
     tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
@@ -107,7 +107,10 @@ def scan(path: PurePath, kind: str, files: Iterable[str]) -> tuple[dict[str, Sto
 
 
 def header(file: PurePath) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read a file's header, or raise OSError, or ValueError if it is invalid."""
+    """Read a file's header; return (places of tensors by name, metadata).
+
+    Raise OSError, or ValueError if the header is invalid.
+    """
     size = storage.size(file)
     with storage.open_file(file) as content:
         length = int.from_bytes(content.read(8), "little")
@@ -137,7 +140,7 @@ def _stored(file: PurePath, data: int, *, dtype: str, shape: list[int], data_off
 
 
 def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, each read into new memory; raise OSError on failure."""
+    """Yield (name, tensor), each read into new memory; OSError on failure."""
     for file in sorted({stored.file for stored in tensors.values()}):
         of_file = {name: stored for name, stored in tensors.items() if stored.file == file}
         with storage.open_file(file) as content:
@@ -157,7 +160,7 @@ def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 def _encoded(
     held: Mapping[str, Tensor] | Mapping[str, Stored], metadata: Mapping[str, str], tensor_of: Callable[[str], Tensor]
 ) -> Iterator[Data]:
-    """Yield the bytes of a file of the tensors ``held``."""
+    """Yield the bytes of a file: its header, and the tensors ``held``."""
     codes = list(CODES)
     names = sorted(held, key=lambda name: (codes.index(held[name].dtype), name))
     header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **metadata}.items()))}

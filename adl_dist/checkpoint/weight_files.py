@@ -1,7 +1,7 @@
 """Weights in safetensors files, or a state_dict saved by ``torch.save``.
 
-The former are in a file, a folder with an index of several (``model.safetensors.index.json``, as the Hugging Face hub
-has them), a folder with one ``model.safetensors``, or a checkpoint. They are read one tensor at a time.
+Safetensors are in a file, a folder with an index of several (``model.safetensors.index.json``, as on the Hugging Face
+hub), a folder with one ``model.safetensors``, or a checkpoint. They are read one tensor at a time.
 """
 
 import json
@@ -25,7 +25,7 @@ class WeightFiles:
     """The places of a model's tensors on disk, or the tensors of a pickle.
 
     Attributes:
-        tensors: by name.
+        tensors: by name, a :class:`.tensor_files.Stored`, or a tensor of a pickle.
     """
 
     def __init__(self, path: PurePath, tensors: Mapping[str, Any]) -> None:
@@ -34,7 +34,10 @@ class WeightFiles:
 
     @classmethod
     def at(cls, path: PurePath) -> "WeightFiles":
-        """Find the weights at ``path``; verify a checkpoint, or raise its error."""
+        """Find the weights at ``path``, or raise CheckpointError.
+
+        A checkpoint is verified by its checksums.
+        """
         try:
             return cls(path, _tensors_at(path))
         except CheckpointError as error:
@@ -47,10 +50,10 @@ class WeightFiles:
             ) from error
 
     def check(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
-        """Compare names and shapes with those of ``model``, except ``skip``.
+        """Check that names and shapes equal those of ``model``, except ``skip``.
 
-        A tensor of several names may be there by one of them, or by more with the same values. Raise CheckpointError,
-        with the first that differs.
+        A tied tensor may be stored under one of its names, or under several with equal values. Raise CheckpointError
+        that names the first mismatch.
         """
         state = {
             n: value
@@ -85,7 +88,7 @@ class WeightFiles:
                     )
 
     def load_into(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
-        """Load tensors except ``skip``; CheckpointError for another model."""
+        """Load tensors except ``skip``; CheckpointError if ``model`` has others."""
         self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, skip)}
         self.check(model, skip)
         # Not strictly, as of several names of one tensor one is enough.
@@ -100,7 +103,7 @@ class WeightFiles:
         self.tensors = {new: self.tensors[old] for old, new in names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of ``names`` that exist, or raise CheckpointError."""
+        """Yield (name, tensor) for ``names`` that exist, or raise CheckpointError."""
         held = {name: self.tensors[name] for name in names if name in self.tensors}
         yield from ((name, one) for name, one in held.items() if not isinstance(one, Stored))
         try:
@@ -117,7 +120,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _tensors_at(path: PurePath) -> Mapping[str, Any]:
-    """Return the place of each tensor, or of a pickle the tensors."""
+    """Return by name the place of each tensor, or the tensors of a pickle."""
     names = storage.names(path)
     if layout.MANIFEST in names:
         return tensor_files.scan(path, MODEL, layout.verify(path)["files"])[0]

@@ -26,9 +26,10 @@ HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy
 def named_folders(
     command: str, arguments: Sequence[str], takes: Collection[str] = (), groups: Collection[str] = ()
 ) -> tuple[list[str], dict[str, str], list[str]]:
-    """Return run folders, the other ``KEY=VALUE`` arguments, and settings.
+    """Return the run folders, options and settings among ``arguments``.
 
-    ``takes`` are the other keys. Settings are words like ``data.root=images`` of the ``groups`` that the command takes.
+    Options are words KEY=VALUE with a key in ``takes``; settings are words like ``data.root=images`` of the ``groups``.
+    Raise ConfigError for other words.
     """
     folders, options, settings = list[str](), dict[str, str](), list[str]()
     for argument in arguments:
@@ -53,7 +54,10 @@ def named_folders(
 def named_folder(
     command: str, arguments: Sequence[str], takes: Collection[str] = (), groups: Collection[str] = ()
 ) -> tuple[PurePath, dict[str, str], list[str]]:
-    """Return the only folder, and the rest of :func:`named_folders`."""
+    """Return the one run folder, the options and the settings.
+
+    As :func:`named_folders`; raise ConfigError unless exactly one folder is given.
+    """
     folders, options, settings = named_folders(command, arguments, takes, groups)
     if len(folders) != 1 or not folders[0]:
         more = f"adl-dist {command} --help lists its arguments"
@@ -62,7 +66,7 @@ def named_folder(
 
 
 def _several(command: str, arguments: Sequence[str], *takes: str) -> tuple[list[Path], dict[str, str], Path]:
-    """Return run folders, options, and the folder that holds all of them."""
+    """Return run folders, options, and the folder that holds all runs."""
     folders, options, _ = named_folders(command, arguments, ("out", *takes))
     if not folders:
         raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out=...]")
@@ -83,7 +87,7 @@ def compare(arguments: Sequence[str]) -> None:
 
 
 def report(arguments: Sequence[str]) -> None:
-    """Write the page to ``out=FILE``, or into the runs' common folder."""
+    """Write the page about runs to ``out=FILE``, or their common folder."""
     paths, options, above = _several("report", arguments)
     out = Path(options.get("out", above / REPORT))
     if not out.name or out.is_dir():

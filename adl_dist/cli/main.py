@@ -1,4 +1,4 @@
-"""``adl-dist COMMAND``: dispatch commands, and turn errors to exit codes."""
+"""``adl-dist COMMAND``: run commands, and turn errors into exit codes."""
 
 import atexit
 import contextlib
@@ -133,7 +133,7 @@ logger.addHandler(logging.NullHandler())
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code.
 
-    The codes are 0 done, 2 the user can fix it, 1 a peer or we failed, 75 stopped, 130 interrupted.
+    The codes are 0 (done), 2 (the user can fix it), 1 (a peer or adl-dist failed), 75 (stopped), 130 (interrupted).
     """
     ending: list[int] = []
     if arguments is None:
@@ -236,7 +236,7 @@ def _command(name: str, *, is_own_process: bool) -> Callable[[list[str]], None]:
 
 
 def _print_error(text: str, *, kind: str = "") -> None:
-    """Print the error that ends this command; of several ranks only one does."""
+    """Print the error that ends this command, on other ranks after rank 0."""
     if (rank := os.environ.get("RANK")) is None:  # then it need not wait for torch
         sys.stderr.write(f"adl-dist: {kind}{text}\n")
         return

@@ -22,7 +22,7 @@ LONGEST = 100_000  # micro-batches; a longer table is a slip of the keyboard
 
 
 def schedule(arguments: list[str]) -> None:
-    """Run the command."""
+    """Run ``adl-dist schedule``."""
     flags = _flags(arguments)
     config, _ = compose_run(flags.overrides)
     pipeline = config.pipeline
@@ -86,9 +86,9 @@ def _flags(arguments: list[str]) -> argparse.Namespace:
 
 
 def read_costs(spec: str, *, num_stages: int) -> Costs:
-    """Return the costs in a YAML mapping, or in the file of that name.
+    """Return the costs in a YAML mapping, or in the YAML file ``spec``.
 
-    One number stands for all stages, or links.
+    A single number stands for all stages or links.
     """
     try:
         node = yaml.safe_load(spec if spec.lstrip().startswith("{") else Path(spec).read_text())

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[..., T], calls: Sequence[tuple[Any, ...]], *, seconds: float | None = None) -> list[T]:
-    """Call ``function(*call)`` for each of ``calls``, each in a fresh process."""
+    """Return ``function(*call)`` of all ``calls``, each from a new process."""
     os.environ[LAUNCHER] = str(os.getpid())  # they end with this process
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(len(calls), mp_context=spawn, initializer=end_with_launcher)
@@ -45,7 +45,7 @@ def apart(function: Callable[..., T], calls: Sequence[tuple[Any, ...]], *, secon
 
 
 class ChildFailed(Exception):
-    """One line on a command that ended with an error, or not in time."""
+    """A command failed or timed out; the text is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None
 
 
 def last_error(log: Path) -> str:
-    """Return the error or the last line of a command's log, if any."""
+    """Return the last error in a log, or else its last line, or ""."""
     text = log.read_text(errors="replace") if log.is_file() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]

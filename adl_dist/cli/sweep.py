@@ -1,4 +1,4 @@
-"""A sweep: the runs of a command line; start incomplete ones, and compare."""
+"""A sweep: several runs of one command line, started and compared."""
 
 import os
 import re
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The last two parts of its folder, which no other job has."""
+        """The last two parts of the job's folder, which no other job has."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     @property
@@ -81,7 +81,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Several runs."""
+    """Several runs of one command line."""
 
     jobs: Sequence[Job]  # those of the first seed first, so that an interrupted sweep has something of everything
     run_dir: Path  # the folder of all of them
@@ -93,8 +93,8 @@ class Sweep:
 def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     """Return the sweep of a command line, or the configuration of one run.
 
-    Several are asked for by ``--multirun``, or by an experiment with ``hydra.mode: MULTIRUN``, whose
-    ``hydra.sweeper.params`` are then swept as well; ``hydra.mode=RUN`` asks for one run with its settings.
+    ``--multirun``, or an experiment with ``hydra.mode: MULTIRUN``, asks for a sweep, also over the experiment's
+    ``hydra.sweeper.params``. ``hydra.mode=RUN`` asks for one run with the experiment's settings.
     """
     overrides = [each for each in arguments if each not in FLAGS]
     parsed = {override: parse(override, several=True) for override in overrides}
@@ -190,7 +190,7 @@ def _key(override: str) -> str:
 
 @contextmanager
 def naming(run: str) -> Iterator[None]:
-    """Put the name of the run that an error is about in front of it."""
+    """Put ``run`` in front of an AdlError of the block, as a ConfigError."""
     try:
         yield
     except AdlError as error:
@@ -229,7 +229,7 @@ def _check(sweep: Sweep) -> None:
 
 
 def run_all(jobs: Sequence[Job], sweep: Sweep, *, of: str) -> None:
-    """Run the incomplete ones of ``jobs`` and print the result of each."""
+    """Run the incomplete jobs, and print the result of each."""
     waiting = [job for job in jobs if job.status == "unfinished"]
     note = "; the same command continues what has not come to its end"
     say(f"{len(jobs)} {of} in {sweep.run_dir}, {len(waiting)} of them to do{note}")
@@ -260,9 +260,10 @@ def _outcome(job: Job, code: int | None = None) -> str:
 
 
 def _run_here(jobs: Sequence[Job], *, at_once: int | None) -> Iterator[tuple[Job, int]]:
-    """Run ``jobs`` as processes, ``at_once`` at a time; yield exit codes.
+    """Run ``jobs`` as processes; yield each job with its exit code.
 
-    If ``at_once`` is None, as many as there are cores for; on a GPU one, since only the user knows how many fit.
+    At most ``at_once`` jobs run at a time. If None, as many run as there are cores for; on a GPU one, because only the
+    user knows how many fit.
     """
     waiting, running = list(reversed(jobs)), list[tuple[Job, subprocess.Popen[bytes]]]()
     try:

@@ -67,7 +67,7 @@ def evaluate(arguments: list[str]) -> None:
 def _complete(
     run_dir: PurePath, path: PurePath, plain: Mapping[str, Any], config: RunConfig, words: Sequence[str]
 ) -> None:
-    """Add the metrics of a script's run; refuse data and a loss by default."""
+    """Add a script run's metrics; refuse to guess its data or own loss."""
     if not any(word.lstrip("+").startswith(("data=", "data._target_=")) for word in words):
         raise ConfigError(
             f"{run_dir} is the run of a script, so its data is not known here; add data._target_=MODULE.NAME, which "
@@ -94,7 +94,7 @@ def _complete(
 def export(arguments: list[str]) -> None:
     """Write a state_dict of the uncut model, or a folder for transformers.
 
-    A safetensors file is written tensor by tensor, from one to the other, so that the model may be of any size.
+    Safetensors files are copied tensor by tensor, so the model may be of any size.
     """
     run_dir, options, words, ema = _read("export", arguments, "out")
     if not options.get("out"):
@@ -182,7 +182,7 @@ def generate(arguments: Sequence[str]) -> None:
 
 
 def _number(options: Mapping[str, str], key: str, default: float) -> Any:
-    """Return a whole number, or one with a point where ``default`` has one."""
+    """Return option ``key`` or ``default``, as a number of its type."""
     try:
         return type(default)(options.get(key, default))
     except ValueError:

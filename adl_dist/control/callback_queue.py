@@ -10,7 +10,7 @@ from adl_dist.streams import streams_kept
 
 
 class CallbackQueue:
-    """Calls of the user's code; during training between two actions.
+    """A queue of calls of the user's code, made between training's actions.
 
     A forward seeds torch's global random stream and then draws from it. A call in a different thread could draw in
     between and change a dropout mask.
@@ -37,8 +37,8 @@ class CallbackQueue:
     def run_waiting(self) -> None:
         """Make the waiting calls in order, and restore the random streams.
 
-        If a different thread is making calls, as when a process fails while rank 0 trains, it makes them all. After a
-        call that fails, whose error is raised, no further call is made.
+        If a different thread is making calls, as when a process fails while rank 0 trains, that thread makes them all.
+        The first error is raised, and no further call is made.
         """
         if not self._waiting or not self._running.acquire(blocking=False):
             return
@@ -55,7 +55,7 @@ class CallbackQueue:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """Let calls wait inside, and make the remaining ones at the end."""
+        """Let calls wait inside the block; make the remaining ones at its end."""
         self._is_training = True
         try:
             yield

@@ -42,7 +42,7 @@ DRAIN_CHANGED_RESULT = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointContext:
-    """The saving and resuming of a run."""
+    """The settings and objects for saving and resuming a run."""
 
     folder: RunFolder
     config: Mapping[str, Any]  # settings that identify the run when its folder is used again
@@ -119,7 +119,7 @@ class Coordinator:
         self.totals.take(record)
 
     def _note_late_saves(self, record: Record, minutes: float) -> None:
-        """Note once if the first segment lasts more than twice the ``minutes``."""
+        """Tell the user once if a segment lasts more than twice ``minutes``."""
         seconds, num_done = record["elapsed_seconds"], record["update"] + 1 - self._update
         if self._is_speed_known or seconds < min(10.0, 6 * minutes):
             return
@@ -135,7 +135,7 @@ class Coordinator:
             )
 
     def part(self, part: PartReport) -> None:
-        """Pass a report on a part of a save to the save, in any thread."""
+        """Pass on a report on one process's part of a save, from any thread."""
         if self.saving is not None:
             self.saving.saver.take_part(part)
 
@@ -184,9 +184,9 @@ class Coordinator:
     def _end_epoch(self) -> None:
         """Evaluate, if it is planned here and not done yet, and call callbacks.
 
-        If the user's code fails there, a checkpoint that is due is made all the same. Of several processes the one that
-        failed cannot save any more, and others may wait for it: so they write their parts before, and the manifest with
-        the figures comes last, as ever. One process saves afterwards, with what its callbacks have changed.
+        If the user's code fails there, a due checkpoint is saved nevertheless. Of several processes the failed one can
+        no longer save, and others may wait for it; so all write their parts before, and the manifest with the figures
+        comes last. A single process saves afterwards, with the changes by its callbacks.
         """
         is_planned = self.plan.is_after(self.plan.eval_every_updates, self._sample)
         if self._evaluated_at == self._update or not (self._is_over or is_planned):
@@ -207,7 +207,7 @@ class Coordinator:
             raise
 
     def evaluate(self, workers: WorkerGroup) -> Summary:
-        """Evaluate the present weights and return accuracy and loss."""
+        """Evaluate the present weights; return the validation figures by name."""
         self._workers = workers
         self._evaluate()
         return self._metrics
@@ -234,7 +234,7 @@ class Coordinator:
 
     @property
     def _is_best(self) -> bool:
-        """Whether the present evaluation is better than all that are saved."""
+        """Whether the present evaluation is better than the best saved one."""
         if self.saving is None or not self.saving.policy.keep_best:
             return False
         goal, saver = self.saving.policy.goal, self.saving.saver
@@ -250,7 +250,7 @@ class Coordinator:
         return self._is_time_to_save and not self.drain_changes_result(self._epoch)
 
     def _carry_out_requests(self) -> dict[str, Any] | None:
-        """Save if requested; return the place of a stop, if requested."""
+        """Carry out the requests; return ``stopped`` for the summary, or None."""
         if not (asked := self.requests.take()):
             return None
         why = [request.why for request in asked if request.what is RequestKind.STOP]

@@ -1,4 +1,4 @@
-"""The group of all stages, called by rank 0, and each process's loop."""
+"""The group of stages that rank 0 calls, and each process's command loop."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ class WorkerGroup:
         self._now = ("", False, time.monotonic())
 
     def call(self, command: Command, result: type[R]) -> list[R]:
-        """Carry out ``command`` on all stages; return results in their order.
+        """Carry out ``command`` on all stages; return results in stage order.
 
         Raises:
             StageFailed: If another process failed.
@@ -106,7 +106,7 @@ class RpcWorkerGroup(WorkerGroup):
         return report
 
     def _cause(self, failure: Failure) -> Failure:
-        """Return the failure that other failures follow from."""
+        """Return the failure that caused ``failure``, if reported soon."""
         deadline = time.monotonic() + CAUSE_SECONDS
         failures = [failure]
         while failures[-1].is_victim and (left := deadline - time.monotonic()) > 0:
@@ -123,7 +123,7 @@ class RpcWorkerGroup(WorkerGroup):
 
 
 class RpcReporter:
-    """The sender of records, results and errors, never waited for."""
+    """The sender of a process's records, results and errors to rank 0."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -147,7 +147,7 @@ class RpcReporter:
         """Send ``results`` and remaining records, and wait for their arrival.
 
         Raises:
-            ChannelError: If neither happens.
+            ChannelError: If rank 0 is gone or late, unless its last command is here.
         """
         try:
             # RPC keeps no order between messages: the records sent before must be there before the result is.
@@ -178,7 +178,7 @@ def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
 
     Raises:
         StageFailed: If the coordinator ended the job because of another process.
-        AdlError: If this process failed, or rank 0 is gone, which the text says.
+        AdlError: If this process failed, or rank 0 is gone; the text says which.
     """
     reporter = RpcReporter(plane)
     while True:

@@ -1,6 +1,6 @@
 """One job: the coordinator and the stages.
 
-Meanwhile the watchdog supervises it on rank 0, where the run's socket answers, and a heartbeat monitor elsewhere.
+On rank 0 a watchdog supervises the job, and the run's socket answers; other ranks have a heartbeat monitor.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ class Job:
     ) -> Summary:
         """Carry out one job in every process; return the summary on each.
 
-        ``act`` is a method of the coordinator, called on rank 0 with all stages. With ``stops_early`` a request ends
-        the running segment early.
+        ``act`` is a method of the coordinator, called on rank 0 with the group of all stages. With ``stops_early`` a
+        request ends the running segment early.
 
         Raises:
             StageFailed: If another process failed, with its report.
@@ -118,7 +118,7 @@ class Job:
 
     @contextlib.contextmanager
     def _supervised(self, group: WorkerGroup, activity: ActivityLog, coordinator: Coordinator) -> Iterator[Watchdog]:
-        """Supervise the job on rank 0 while inside, and answer questions about it."""
+        """Supervise the job on rank 0 and serve its socket; yield the watchdog."""
         heartbeat = self._plane.endpoint.heartbeat
 
         def report_gone(rank: int, text: str) -> None:
@@ -157,7 +157,7 @@ class Job:
         heartbeat.activate(None)  # not after an error: others may still ask for the place of the failure
 
     def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
-        """Serve rank 0, and end this process if its watchdog stops asking."""
+        """Serve rank 0; end this process if rank 0's watchdog stops asking."""
         heartbeat = self._plane.endpoint.heartbeat
         heartbeat.activate(worker.activity)
         monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts, self._end_without_rank_0)

@@ -110,7 +110,7 @@ def command_name(command: Command) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """The figures of the validation set; those of a loss are the last stage's."""
+    """One stage's validation figures; the run's are those of the last stage."""
 
     stage: int
     # num_samples; loss_sum over num_terms, or samples; num_correct of num_classed, if there are classes;

@@ -9,7 +9,7 @@ from adl_dist.errors import AdlError
 
 
 class RequestKind(enum.Enum):
-    """The kinds of requests: all save, ``STOP`` then stops, ``END`` completes."""
+    """Requests that save; ``STOP`` then stops the run, ``END`` completes it."""
 
     CHECKPOINT = "checkpoint"
     STOP = "stop"
@@ -22,7 +22,7 @@ class NotDoneError(AdlError, RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One request."""
+    """A request to a running job, with its answer to come."""
 
     what: RequestKind
     why: str  # its origin, for messages: SIGTERM, adl-dist stop
@@ -46,7 +46,7 @@ class RequestQueue:
         self._closed = ""
 
     def ask(self, what: RequestKind, why: str) -> "Future[str]":
-        """Ask for a ``RequestKind`` without waiting for the answer."""
+        """Add a request, and return the future of its answer."""
         request = Request(what, why)
         request.done.set_running_or_notify_cancel()  # so that the asker cannot cancel it before it is answered
         with self._lock:
@@ -68,7 +68,7 @@ class RequestQueue:
         return taken
 
     def close(self, why: str) -> None:
-        """Answer all unanswered and future requests that they are not carried out."""
+        """Refuse all unanswered and future requests, with the reason ``why``."""
         with self._lock:
             self._closed = why
             self.take()

@@ -64,7 +64,7 @@ class JobEndpoint:
         end_because(why)
 
     def ask(self, what: RequestKind, why: str) -> None:
-        """Take a request, which rank 0 carries out; others show life by it."""
+        """Take a request; rank 0 carries it out, others only show to be alive."""
         self.requests.ask(what, why)
 
 
@@ -91,7 +91,7 @@ def _deliver(job: int, method: Callable[..., T], *arguments: object) -> T:
 
 
 class ControlPlane:
-    """The endpoints of a world's present job, called by one process."""
+    """One process's access to the endpoints of the present job."""
 
     def __init__(self, world: World, endpoint: JobEndpoint) -> None:
         self.world, self.endpoint = world, endpoint
@@ -99,7 +99,7 @@ class ControlPlane:
         self._job, self._seconds = world.num_jobs, world.timeout.total_seconds()
 
     def call(self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None) -> Call[T]:
-        """Call ``method`` of an endpoint; the default limit is the start's."""
+        """Call ``method`` of ``rank``'s endpoint; the default timeout is World's."""
 
         def start(limit: float) -> torch.futures.Future[T]:
             future: torch.futures.Future[T] = torch.futures.Future()
@@ -116,12 +116,12 @@ class ControlPlane:
         return self.call(rank, JobEndpoint.take, message, seconds=seconds)
 
     def announce(self, stop: Stop) -> None:
-        """Send the decision to all others; PeerError if one is late or gone."""
+        """Send ``stop`` to all others; raise PeerError if one is late or gone."""
         for call in [self.send(rank, stop) for rank in self.others]:
             call.wait()
 
     def statuses(self, limits: Mapping[int, float], asker: ProcessStatus) -> dict[int, ProcessStatus | PeerError]:
-        """Return the status of processes; ``limits`` are seconds for answers."""
+        """Return each rank's status or error; ``limits``: seconds to answer."""
         calls = {r: self.call(r, JobEndpoint.status, asker, seconds=seconds) for r, seconds in limits.items()}
         return {rank: call.answer_or_error() for rank, call in calls.items()}
 

@@ -1,7 +1,7 @@
 """Live control of a run: a Unix socket in its folder. No torch.
 
-A client sends one line of JSON, ``{"ask": "status" | "checkpoint" | "stop"}``; one line is the answer, which holds
-``error`` if there is none. Each client has a thread of its own; none can hold up training.
+A client sends one line of JSON, ``{"ask": "status" | "checkpoint" | "stop"}``. The answer is one line, an object that
+holds ``error`` if the request failed. Each client has a thread of its own; no client can hold up training.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class LiveControl:
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
-    """A socket only for the owner, with a thread for each client."""
+    """A server that only the run's owner can reach; a thread per client."""
 
     def __init__(self, address: str, answer: Callable[[bytes], dict[str, Any]]) -> None:
         self.answer = answer
@@ -98,13 +98,13 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
 
 class _Client(socketserver.StreamRequestHandler):
-    """The answer to one client, unless it stays silent."""
+    """The connection to one client, closed if the client stays silent."""
 
     timeout = SILENT_SECONDS
     server: _Server
 
     def handle(self) -> None:
-        """Serve the client."""
+        """Read one request, and write its answer."""
         with contextlib.suppress(OSError):
             if line := self.rfile.readline(LONGEST_REQUEST):
                 self.wfile.write(json.dumps(self.server.answer(line)).encode() + b"\n")
@@ -112,7 +112,7 @@ class _Client(socketserver.StreamRequestHandler):
 
 @contextlib.contextmanager
 def short_address(path: Path) -> Iterator[str]:
-    """Yield an address that is short enough for the kernel."""
+    """Yield an address of ``path`` that is short enough for the kernel."""
     if len(os.fsencode(path)) <= LONGEST_ADDRESS:
         yield str(path)
         return

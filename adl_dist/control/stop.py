@@ -2,9 +2,9 @@
 
 It may also be the end of the job, because a process failed: over NCCL nothing else would end a wait on the GPU.
 
-Stage 0 decides, because no stage is ahead of it. About to load micro-batch b, it knows that no stage waits for more
-than b and the receives posted beyond. The segment ends with the group of the last of these. Stage 0 continues only when
-all other processes have the decision; none of them can meet a micro-batch beyond b before that.
+Stage 0 decides, because no stage is ahead of it. Before it loads micro-batch b, no stage can wait for a micro-batch
+after b and the receives posted ahead. The segment ends with the group of the last of these. Stage 0 continues only when
+all other processes have the decision; none of them can meet a micro-batch after b before that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,8 +44,8 @@ class EarlyStop:
     ) -> Iterator[tuple[int, Action]]:
         """Yield ``order``, and shorten its lists once there is a decision.
 
-        ``order`` is drawn from ``contexts[k].work.actions``, opened for the running ``segment``. So many receives are
-        ``posted_ahead`` before they are needed.
+        ``order`` reads the lists ``contexts[k].work.actions`` of the running ``segment``. ``posted_ahead`` is the
+        number of receives posted before they are needed.
 
         Raises:
             StageFailed: If the job has ended because a process failed.

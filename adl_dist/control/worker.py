@@ -1,4 +1,4 @@
-"""The coordinator's commands on the stages of one process, and records."""
+"""The stages of one process: commands carried out, and their records."""
 
 import contextlib
 import time
@@ -102,7 +102,7 @@ class UpdateReports:
 
 
 def _records(stats: StepStats, seconds: float, begin: torch.cuda.Event | None, stage: Stage) -> Iterator[Record]:
-    """Yield the records of an update made ``seconds`` after the begin."""
+    """Yield an update's records; ``seconds`` are since the segment's start."""
     offsets, is_last = stats.staleness, stage.is_last
     mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
     yield {**mean, "max": max(offsets), "by_offset": offsets}
@@ -177,7 +177,7 @@ class LocalWorker:
     ) -> list[Result]:
         """Carry out ``command``; return its results, in the order of stages.
 
-        Meanwhile ``record`` takes its records, and ``report_part`` the end of this process's part of a save, in any
+        Meanwhile ``record`` takes the records. ``report_part`` takes the end of this process's part of a save, in any
         thread.
         """
         with self.activity.during(command_name(command)):
@@ -287,7 +287,10 @@ class LocalWorker:
                 fast_forward(learner.lr_schedule, done)
 
     def _batches(self, feed: Any, segment: Segment, *, training: bool) -> Generator[tuple[Tensor, ...], None, None]:
-        """Return stage 0's micro-batches, with counts if the loss has terms."""
+        """Return a generator of stage 0's micro-batches, as tuples of tensors.
+
+        If the loss counts terms, the counts come last.
+        """
         batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
         if self.terms is not None:
             group_sizes = segment.group_sizes if training else None
@@ -331,7 +334,7 @@ class LocalWorker:
     def _order(
         self, work: Mapping[int, StageWork], segment: Segment, *, training: bool
     ) -> Iterable[tuple[int, Action]]:
-        """Return the actions of this process; a stop may shorten them."""
+        """Return (stage, action) in this process's order, perhaps cut by a stop."""
         lists = {k: work[k].actions for k in sorted(work)}
         order: Iterable[tuple[int, Action]]
         if len(work) == self.pipeline.num_stages:
@@ -361,7 +364,7 @@ class LocalWorker:
 
 
 def _flatten(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:
-    """Yield the tensors of each micro-batch, one after the other."""
+    """Yield each micro-batch as one flat tuple of tensors."""
     with contextlib.closing(batches):
         for batch in batches:
             yield tuple(tensor for part in batch for tensor in tensors_of(part))

@@ -37,7 +37,7 @@ def collated(collate_fn: Callable[[list[Any]], Any], samples: list[Any], indices
     """Call ``collate_fn``; return input [B, ...] and target [B, ...].
 
     Raises:
-        DataError: If it fails, or returns something else.
+        DataError: If ``collate_fn`` raises, or returns something else.
     """
     where = f"collate_fn, for {len(samples)} samples from sample {indices[0]} on,"
     with own_code(where):
@@ -54,7 +54,7 @@ def as_pair(value: Any, where: str) -> Pair:
     """Convert a sample, or a collated micro-batch, to input and target.
 
     Raises:
-        DataError: If it is not a pair of tensors or numbers, or of tuples or dictionaries of these.
+        DataError: If ``value`` is not a pair of tensors or numbers, or of tuples or dictionaries of these.
     """
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise DataError(

@@ -1,8 +1,8 @@
 """Datasets by name.
 
-Each function returns (train, validation), map-style, of (float32[C, H, W], class index). Only the process of stage 0
-builds them. torchvision and scikit-learn are imported late because each takes a second and most processes never need
-them.
+Each function returns two map-style datasets, (train, validation), with samples (float32[C, H, W], class index). Only
+the process of stage 0 builds them. torchvision and scikit-learn are imported late because each takes a second and most
+processes never need them.
 """
 
 import math
@@ -35,9 +35,9 @@ LARGEST_SMALL_IMAGE = 64  # pixels; training sees random parts of larger images
 
 
 def transform(statistics: Statistics, geometry: Sequence[Any]) -> Any:
-    """Build PIL image -> normalised float32[C, H, W].
+    """Build a transform of PIL images to normalised float32[C, H, W].
 
-    ``geometry`` comes first because PIL is faster at it.
+    The transforms ``geometry`` come first because PIL is faster at them.
     """
     from torchvision.transforms import v2
 
@@ -55,7 +55,7 @@ def crop_and_flip(image_size: int) -> list[Any]:
 def digits(augment: bool = True) -> Datasets:
     """Load scikit-learn's 8x8 digits: 1437 to train, 360 to validate.
 
-    ``augment``: shift training images by up to one pixel.
+    With ``augment`` training images are shifted at random by up to one pixel.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -121,24 +121,24 @@ def imagefolder(
 ) -> Datasets:
     """Open the images in ``root/train/<class>/`` and ``root/val/<class>/``.
 
-    ``root/test`` may take the place of ``root/val``. Up to 64 pixels the shorter side of an image is resized to
-    ``image_size``. Training pads by an eighth, crops and flips; validation crops the centre. Above, training crops a
+    ``root/test`` may take the place of ``root/val``. For an ``image_size`` up to 64 the shorter side is resized to it;
+    training pads by an eighth, crops and flips, and validation crops the centre. For a larger one, training crops a
     random part (8 to 100 % of the area, arXiv:1409.4842, section 6), resizes it and flips; validation resizes the
     shorter side to 256/224 of ``image_size`` and crops the centre.
 
     Args:
         root: the folder of the two folders, which hold the same classes.
-        augment: whether training images are cropped and flipped at random; if not, they are treated as validation
-            images are.
+        augment: whether training images are cropped and flipped at random; otherwise they are transformed like
+            validation images.
         image_size: height and width in pixels.
-        cache: whether to keep images in memory when they are first read, from before the random transforms; workers
-            keep theirs beyond an epoch with ``data.persistent_workers``.
+        cache: whether to keep images in memory after the first read, as they are before random transforms; workers keep
+            theirs beyond an epoch with ``data.persistent_workers``.
         mean: means of red, green and blue, in [0, 1]; by default CIFAR-10's up to 64 pixels, ImageNet's above.
         std: standard deviations; needs ``mean``.
         num_classes: how many folders ``train`` must hold, if given.
 
     Raises:
-        DataError: If a folder is missing, has no images or other classes, or, on loading, an image is unreadable.
+        DataError: If a folder is missing, has no images or different classes, or, on loading, an image is unreadable.
         ConfigError: If only one of ``mean`` and ``std`` is given.
     """
     small = image_size <= LARGEST_SMALL_IMAGE
@@ -157,9 +157,9 @@ def imagenet(
 ) -> Datasets:
     """Open ImageNet-1k in ``root/train/n*/`` and ``root/val/n*/``.
 
-    torchvision's ImageNet unpacks these folders. That class itself also needs the devkit's archive, only to name the
-    classes; class indices are the same. Transforms and statistics are those of :func:`imagefolder` above 64 pixels,
-    for any ``image_size``.
+    torchvision's ImageNet class makes these folders. It does not read them here, because it would need the devkit's
+    archive, only to name the classes; class indices are the same. Transforms and statistics are those of
+    :func:`imagefolder` above 64 pixels, for any ``image_size``.
 
     Raises:
         DataError: If files are missing, or there are not ``num_classes`` folders: a folder that was not unpacked would
@@ -223,7 +223,7 @@ def _open(
 
 
 class _Reader:
-    """A reader of images that applies the resizing of all epochs."""
+    """A reader of images that applies the resizing that all epochs share."""
 
     def __init__(self, resize: Callable[[Any], Any] | None, *, cache: bool) -> None:
         self._resize, self._cache = resize, _DecodedImages() if cache else None
@@ -288,8 +288,8 @@ def synthetic(
 ) -> Datasets:
     """Make images that can be learnt.
 
-    Each is a smooth pattern of its class (i mod ``num_classes``) plus as much noise. ``seed`` is that of patterns and
-    noise, not of the run.
+    Image i is the smooth pattern of its class, i mod ``num_classes``, plus as much noise. ``seed`` is for patterns and
+    noise; it is not the seed of the run.
     """
     generator = torch.Generator().manual_seed(stream_seed(seed, "synthetic patterns"))
     patterns = torch.randn(num_classes, in_channels, 4, 4, generator=generator)

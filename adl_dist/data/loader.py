@@ -48,7 +48,7 @@ Take = Callable[[NDArray[np.int64], NDArray[np.uint64]], tuple[Tensor, Tensor]]
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
     """Return the order [n] in which ``epoch`` visits the samples.
 
-    It is a permutation of its own, or 0 to n-1.
+    With ``shuffle`` each epoch has its own permutation; otherwise the order is 0 to n-1.
     """
     # An array, here and for the seeds: a million samples as Python numbers take a tenth of a gigabyte.
     if not shuffle:
@@ -61,10 +61,10 @@ class Loader:
     """A loader of micro-batches of given sizes in the order of an epoch.
 
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
-    numpy's legacy one) are seeded by (seed, epoch, index). So any user's transform is repeated for any number of
-    workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. Datasets of
-    :func:`rows_of` need no seeding: tensors and tokens draw nothing, small images draw the same
-    numbers from a generator of their own.
+    numpy's legacy one) are seeded by (seed, epoch, index). So a user's transform draws the same numbers for any number
+    of workers, any micro-batch sizes and after any resume. The process's own streams do not move. Datasets of
+    :func:`rows_of` need no seeding: tensors and tokens draw nothing, and small images draw the same numbers from a
+    generator of their own.
 
     A sampler is seeded by (seed, epoch), and a ``collate_fn`` by (seed, epoch, index of its first sample).
 
@@ -81,12 +81,10 @@ class Loader:
         pin_memory: bool = False,
         loading: Loading = PLAIN,
     ) -> None:
-        """Open a dataset.
-
-        An iterable one is not shuffled, and is read by this process.
+        """Open a dataset; an iterable one is not shuffled.
 
         Raises:
-            DataError: If :func:`check_dataset` refuses it, or an iterable one is to be read by workers.
+            DataError: If :func:`check_dataset` refuses the dataset, or it is iterable and there are workers.
         """
         self._dataset, self._seed, self._shuffle, self._pin_memory = dataset, seed, shuffle, pin_memory
         self._loading = loading
@@ -107,7 +105,7 @@ class Loader:
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Generator[Pair, None, None]:
         """Yield one epoch's micro-batches.
 
-        Workers live from the first one until the generator ends or is closed. Persistent workers live until
+        Workers live from the first micro-batch until the generator ends or is closed. Persistent workers live until
         :meth:`close`, or until an error.
 
         Args:
@@ -145,7 +143,7 @@ class Loader:
                 self._kept = None if keeps else self._kept
 
     def close(self) -> None:
-        """End persistent workers; the next epoch starts others."""
+        """End persistent workers; the next epoch starts new ones."""
         if self._kept is not None:
             _end_workers(self._kept._iterator)
             self._kept = None
@@ -154,7 +152,7 @@ class Loader:
         """Return the indices that ``epoch`` visits, in their order [n].
 
         Raises:
-            DataError: If the sampler yields fewer indices than its length, or something else.
+            DataError: If the sampler yields fewer indices than its length, or a value that is no index.
         """
         sampler, num = self._loading.sampler, self.num_samples
         if sampler is None:
@@ -190,7 +188,7 @@ class Loader:
         return [(epoch, order[place], seeds[place]) for place in places]
 
     def _started(self, num_workers: int, tasks: list[Task], *, keeps: bool) -> Iterator[Any]:
-        """Start any workers on ``tasks``; return torch's micro-batch iterator."""
+        """Start workers, if any; return torch's iterator over the micro-batches."""
         loader = self._kept if keeps else None
         try:
             with warnings.catch_warnings():
@@ -227,7 +225,10 @@ class Loader:
         )
 
     def _checked(self, micro_batch: "Pair | DataError") -> Pair:
-        """Return a micro-batch with the containers of the first; raise its error."""
+        """Return ``micro_batch``, or raise the error that is in its place.
+
+        Raise DataError if its containers differ from those of the first micro-batch.
+        """
         if isinstance(micro_batch, DataError):
             raise micro_batch
         # torch makes lists of tuples where it pins memory.
@@ -245,7 +246,7 @@ class Loader:
 
 
 class _MicroBatches(Dataset["Pair | DataError"]):
-    """Micro-batches by their tasks, loaded here or in a worker."""
+    """A dataset from tasks to micro-batches, loaded here or in a worker."""
 
     def __init__(
         self,
@@ -258,13 +259,13 @@ class _MicroBatches(Dataset["Pair | DataError"]):
 
     @cached_property
     def _take(self) -> Take | None:
-        """The function to take many samples at once, made in the calling process."""
+        """The function of :func:`rows_of`, or None, made in the calling process."""
         return rows_of(self._dataset) if self._collate_fn is None else None
 
     def __getitem__(self, task: Task) -> "Pair | DataError":
-        """Load a micro-batch, or return the error.
+        """Load a micro-batch, or return the DataError.
 
-        Raised in a worker it would arrive as text with a traceback.
+        A DataError raised in a worker would arrive as text with a traceback.
         """
         try:
             pair = self._load(*task)
@@ -299,11 +300,11 @@ class _MicroBatches(Dataset["Pair | DataError"]):
 
 
 def rows_of(dataset: Dataset[Any]) -> Take | None:
-    """Return a function to take many samples at once, or None.
+    """Return a function from indices and seeds to a micro-batch, or None.
 
-    It exists for tensors, small images, windows and a ``Subset`` of these. A class derived from these gets None,
-    because it may treat its samples in its own way. Measured on CIFAR-10 with augmentation, one core: 24 us an image,
-    120 one by one; ResNet-20 trains an image in 2,900.
+    The function exists for tensors, small images, windows and a ``Subset`` of these. A class derived from these gets
+    None, because it may treat its samples in its own way. Measured on CIFAR-10 with augmentation, one core: 24 us an
+    image, 120 one by one; ResNet-20 trains an image in 2,900.
     """
     if type(dataset) is Subset:
         inner, subset = rows_of(dataset.dataset), np.asarray(dataset.indices)

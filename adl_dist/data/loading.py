@@ -16,8 +16,8 @@ class Loading:
     """Options of how an epoch's samples become micro-batches.
 
     Attributes:
-        collate_fn: from the list of a micro-batch's samples to (input, target), each a tensor [B, ...], a tuple or a
-            dictionary of such; lengths may differ between micro-batches. By default samples are stacked.
+        collate_fn: a function from the list of a micro-batch's samples to (input, target), each a tensor [B, ...], or a
+            tuple or dictionary of tensors; lengths may differ between micro-batches. By default samples are stacked.
         val_collate_fn: the same for validation, where mixup and cutmix have no place; by default ``collate_fn``.
         sampler: a torch ``Sampler`` of the indices that an epoch of training visits, in its order; by default each
             sample once, shuffled if ``data.shuffle``.
@@ -26,7 +26,7 @@ class Loading:
             began. A dataset that changes between epochs needs False.
 
     Raises:
-        ConfigError: If the sampler visits a part of the data, or an epoch has no sample.
+        ConfigError: If ``sampler`` is no Sampler or visits only a part of the data, or an option has a wrong value.
     """
 
     collate_fn: Callable[[list[Any]], Any] | None = None
@@ -65,7 +65,7 @@ def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Load
     """Check a dataset and return the number of samples that an epoch visits.
 
     Raises:
-        DataError: If it is not a dataset, is empty, or has fewer than ``min_samples``.
+        DataError: If ``dataset`` is not a dataset, has no known length, or has fewer than ``min_samples``.
     """
     kind, num = f"{name} dataset: {type(dataset).__name__}", loading.samples_per_epoch
     is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -28,13 +28,13 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         padding: int = 0,
         flips: bool = False,
     ) -> None:
-        """Keep images and how to augment them.
+        """Keep the images and the options of their augmentation.
 
         Args:
             images: [N, C, H, W], uint8, or float32 of any range.
             targets: the class of each image.
             statistics: mean and standard deviation per channel.
-            padding: zeros on each side before a random crop of the first size; 0 for no crop.
+            padding: zeros on each side before a random crop to the original size; 0 for no crop.
             flips: whether to mirror an image with probability 1/2.
         """
         self.images, self.targets = images.contiguous(), torch.tensor(targets)
@@ -51,7 +51,7 @@ class SmallImages(Dataset[tuple[Tensor, int]]):
         return image[0], int(self.targets[index])
 
     def batch(self, indices: Tensor, seeds: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        """Return inputs [B, C, H, W] and targets [B], drawn by ``seeds`` [B]."""
+        """Return inputs [B, C, H, W], augmented by ``seeds`` [B], and targets [B]."""
         generator = torch.Generator()
         draws = (self._drawn(generator.manual_seed(seed)) for seed in seeds.tolist())
         return self._made(self.images.index_select(0, indices), draws), self.targets.index_select(0, indices)

@@ -1,4 +1,4 @@
-"""An iterable dataset: read in its own order, continued where it was left."""
+"""An iterable dataset: read in its own order, continued by a resumed run."""
 
 import copy
 import traceback
@@ -18,7 +18,7 @@ from adl_dist.streams import seed_streams, streams_kept
 class Place:
     """A position in a stream.
 
-    ``sample`` samples of an epoch have been read; ``state`` is the dataset's own, if any.
+    ``sample`` samples of ``epoch`` have been read; ``state`` is the ``state_dict()`` of the dataset, if it has one.
     """
 
     epoch: int
@@ -30,7 +30,7 @@ class Place:
 def own_code(what: str) -> Iterator[None]:
     """Turn errors of the user's code into a DataError of one line.
 
-    It begins with ``what`` and names the line.
+    Its text begins with ``what`` and names the line of code.
     """
     try:
         yield
@@ -63,9 +63,9 @@ def is_iterable(dataset: object) -> bool:
 class Stream:
     """A reader of the samples of an epoch, one after the other.
 
-    An epoch begins with ``set_epoch(epoch)``, if the dataset has that, and ``iter(dataset)``. A dataset with
-    ``state_dict`` and ``load_state_dict`` is continued in the middle of an epoch by its state. Any other is read from
-    the beginning of the epoch again, up to the place.
+    An epoch begins with ``set_epoch(epoch)``, if the dataset has this method, and ``iter(dataset)``. A dataset with
+    ``state_dict`` and ``load_state_dict`` is continued in the middle of an epoch by its state. Any other dataset is
+    read again from the beginning of the epoch up to the position.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -84,12 +84,12 @@ class Stream:
         return Place(self._at.epoch, self._at.sample, state)
 
     def resume(self, place: Place) -> None:
-        """Continue at the ``place`` of a checkpoint when that is asked for."""
+        """Keep the ``place`` of a checkpoint, from which :meth:`begin` continues."""
         self._resumed, self._at = place, None
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Let samples be read inside; restore the dataset's state at the end."""
+        """Restore the dataset's state after the block, which may read samples."""
         state = None
         with suppress(Exception), streams_kept():  # many have no state before their first sample
             state = copy.deepcopy(self._dataset.state_dict()) if self._has_state else None

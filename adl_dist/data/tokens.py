@@ -27,11 +27,11 @@ DTYPES = {name: np.dtype(name).newbyteorder("<") for name in HEADERS}
 def open_tokens(path: Path, *, dtype: str | None = None) -> NDArray[Any]:
     """Map the tokens [n] of a file into memory.
 
-    ``dtype`` is that of a file without a header, by default ``uint16``.
+    ``dtype`` is the type of tokens in a file without a header, by default ``uint16``.
 
     Raises:
         DataError: If the file is missing, or its length does not fit the header or ``dtype``.
-        ConfigError: If ``dtype`` is unknown, or not that of the header.
+        ConfigError: If ``dtype`` is unknown, or differs from the header's.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"data.dtype={dtype}: tokens are {' or '.join(DTYPES)}; null: as the header says")
@@ -106,7 +106,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the file for a worker, which maps it itself."""
+        """Pickle the path, not the tokens: a worker maps the file itself."""
         return type(self), (self._path, self.context, self._vocab_size, self._dtype)
 
 
@@ -143,7 +143,7 @@ def vocab_size_next_to(path: str) -> int:
 
     Raises:
         ConfigError: If there is no vocabulary.
-        DataError: If it is damaged, or ``path`` is missing.
+        DataError: If the vocabulary is damaged, or ``path`` is missing.
     """
     if not isinstance(path, str):
         raise ConfigError(f"data.train={path}: expected the file of tokens, like tokens/train.bin")

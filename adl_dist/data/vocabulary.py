@@ -23,8 +23,8 @@ class Vocabulary:
     Attributes:
         kind: ``byte`` (UTF-8), ``char`` or ``tokenizers``.
         size: number of tokens.
-        chars: the characters of ``char``, in the order of their tokens.
-        definition: the content of the file of ``tokenizers``.
+        chars: for ``char``, the characters in the order of their tokens.
+        definition: for ``tokenizers``, the content of that package's file.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Vocabulary:
         return places.astype(np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``, with replacement characters."""
+        """Return the text of ``tokens``; invalid UTF-8 is replaced."""
         if self.kind == "byte":
             return bytes(tokens).decode("utf-8", "replace")
         if self.kind == "tokenizers":

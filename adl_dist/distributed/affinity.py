@@ -59,7 +59,7 @@ def default_threads(num_processes: int) -> int:
 
 
 def cores_here() -> list[int]:
-    """Return the cores that this process may use, if known."""
+    """Return the cores that this process may use, or [] if unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -71,7 +71,7 @@ def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] |
         local_rank: the process.
 
     Returns:
-        Its share, or None if the launcher has bound the processes already or there are fewer cores than processes.
+        Its share of the cores, or None if the launcher has bound the processes or there are too few cores.
     """
     cores, size = list(of_ranks[local_rank]), len(of_ranks)
     if any(list(others) != cores for others in of_ranks) or len(cores) < size:

@@ -29,7 +29,7 @@ LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
 def set_for_nccl() -> None:
     """Set the variables of NCCL and the driver that ranks need.
 
-    Those of the user stay, unless ranks would wait for each other for ever with them.
+    The user's own values stay, unless ranks would deadlock with them.
     """
     os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = FOR_NCCL["NCCL_LAUNCH_ORDER_IMPLICIT"]
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
@@ -70,7 +70,7 @@ def message_backend(device: torch.device, rank: int, size: int, store: dist.Stor
 def _identity(device: torch.device) -> str:
     """Return the identity of a GPU for NCCL, or "" on a CPU.
 
-    The first word says whether torch has NCCL.
+    Its first word is ``nccl`` if torch has NCCL, otherwise ``-``.
     """
     if device.type == "cpu":
         return ""

@@ -64,7 +64,7 @@ def loopback() -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of ``interface``, or None."""
+    """Return the IPv4 address of ``interface``, or None if unknown."""
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -76,7 +76,7 @@ def address_of(interface: str) -> str | None:
 
 
 def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the address of ``host`` on this node, preferably IPv4."""
+    """Return (family, address) of ``host``, IPv4 if any, or raise ConfigError."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

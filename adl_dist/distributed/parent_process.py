@@ -52,8 +52,8 @@ def end_with_launcher() -> None:
 def end_with_torchrun() -> None:
     """Die (on Linux) if the torchrun that started this rank is killed.
 
-    Nothing else would end it: it needs no torchrun, only its peers, and while it trains on, the same command finds the
-    run folder taken. (A rank whose torchrun died earlier finds no store and gives up.)
+    Nothing else would end the rank, which needs only its peers. As long as it trains, the same command finds the run
+    folder taken. (A rank whose torchrun died earlier finds no store and gives up.)
     """
     if {"TORCHELASTIC_RUN_ID", "RANK"} <= os.environ.keys() and sys.platform == "linux":
         _end_with_parent()
@@ -69,7 +69,7 @@ def is_part_of_more() -> bool:
 
 
 def set_flag(name: str, text: str | None = "") -> None:
-    """Set a flag for our own launcher; remove it for a ``text`` of None."""
+    """Set rank 0's flag for our launcher, or remove it if ``text`` is None."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if not folder or os.environ.get("RANK", "0") != "0":
         return
@@ -88,7 +88,7 @@ def flag_stopped() -> None:
 
 
 def flag_user_error(text: str) -> None:
-    """Tell torchrun, and so all nodes, of an error not cured by a restart."""
+    """Pass an error that no restart cures to torchrun, which ends all nodes."""
     if path := os.environ.get(USER_ERROR_FILE):
         with contextlib.suppress(OSError):
             Path(path).write_text(f"rank {os.environ.get('RANK', '0')}: {text}")
@@ -103,7 +103,7 @@ def read_flag(name: str, folder: Path | None = None) -> str | None:
 
 
 def write_flag(folder: Path, name: str, text: str) -> None:
-    """Write a flag whole or not at all, ignoring errors."""
+    """Write a flag atomically, and ignore errors."""
     unfinished = folder / f".{name}"
     with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)

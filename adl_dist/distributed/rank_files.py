@@ -1,8 +1,8 @@
 """The local files of another rank, as a file system of fsspec.
 
 Machines without a shared file system use them. ``rank://0/root/run`` is ``/root/run`` on the machine of rank 0. Files
-travel in pieces of ``MESSAGE_BYTES``. Each rank makes one call at a time, and RPC has a thread for each of them, so
-that others stay free for the watchdog.
+travel in pieces of ``MESSAGE_BYTES``. Each rank makes one call at a time, and RPC has a thread for each rank, so that
+other threads stay free for the watchdog.
 """
 
 import errno
@@ -32,7 +32,7 @@ class RankFiles(AbstractFileSystem):  # type: ignore[misc]
     protocol = "rank"
 
     def call(self, work: Callable[..., Any], path: str, *arguments: object) -> Any:
-        """Return the result of ``work`` on another rank, or raise OSError."""
+        """Return the result of ``work`` on the rank of ``path``, or raise OSError."""
         rank, _, rest = self._strip_protocol(path).partition("/")
         start = partial(rpc.rpc_async, name_of(int(rank)), _result_or_error, (work, f"/{rest}", *arguments))
         world = world_of_process()
@@ -46,7 +46,7 @@ class RankFiles(AbstractFileSystem):  # type: ignore[misc]
         return result
 
     def info(self, path: str, **_: object) -> Any:
-        """Return size and kind."""
+        """Return the size, type and other facts of a file or folder."""
         return self.call(_local.info, path)
 
     def ls(self, path: str, detail: bool = True, **_: object) -> Any:
@@ -54,7 +54,7 @@ class RankFiles(AbstractFileSystem):  # type: ignore[misc]
         return self.call(_local.ls, path, detail)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
-        """Return the content from ``start`` to ``end``."""
+        """Return the bytes of a file from ``start`` to ``end``, or all."""
         begin, stop = start or 0, self.info(path)["size"] if end is None else end
         pieces = range(begin, stop, MESSAGE_BYTES)
         return b"".join(self.call(_local.cat_file, path, at, min(at + MESSAGE_BYTES, stop)) for at in pieces)
@@ -81,7 +81,7 @@ class _RankFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 def _append(path: str, begin: int, piece: bytes) -> None:
-    """Create a file with its first piece, or add one; an empty piece ends it."""
+    """Append a piece to a file; the first creates it, an empty one ends it."""
     with Path(path).open("ab" if begin else "xb") as out:
         out.write(piece)
         if not piece or (begin + len(piece)) % SYNC_BYTES < len(piece):
@@ -90,7 +90,7 @@ def _append(path: str, begin: int, piece: bytes) -> None:
 
 
 def _result_or_error(work: Callable[..., object], *arguments: object) -> object:
-    """Return a result or OSError, of which RPC would lose the number."""
+    """Return a result or OSError, as RPC would lose the number of the latter."""
     try:
         return work(*arguments)
     except OSError as error:

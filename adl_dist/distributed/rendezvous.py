@@ -27,7 +27,7 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
     """Meet the other processes of this attempt.
 
     Returns:
-        The store of this attempt, and the socket on which this process hosts it, if it does.
+        The store of this attempt, and the socket on which this process hosts it, or None.
 
     Raises:
         ConfigError: If rank 0 cannot listen at its address.
@@ -62,12 +62,12 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
 
 
 def reachable(host: str) -> str:
-    """Return the address of ``host``, the first node, for all nodes.
+    """Return the address by which all nodes reach ``host``, the first node.
 
-    Its own name may mean loopback on that node; then this is the address of the named interface, if there is one.
+    A node's own name may mean loopback on that node. Then return the address of the user's named interface, if any.
 
     Raises:
-        ConfigError: If ``host`` means a different node on each of them.
+        ConfigError: If ``host`` is loopback on every node.
     """
     _, address = network.address_of_host(host)
     interface = network.named_interface()
@@ -85,7 +85,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     """Return a socket that listens only at the address of ``host``.
 
     Raises:
-        ConfigError: If it cannot listen there; ``__cause__`` is the system's error.
+        ConfigError: If the address or port cannot be used; ``__cause__`` is the system's error.
     """
     family, address = network.address_of_host(host)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -115,8 +115,8 @@ def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPSt
 def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
     """Return a new name for this attempt, equal on all its processes.
 
-    torchrun's agents keep one store over all restarts and each count their own: a replaced node begins at 0. So nothing
-    in a process's environment names its attempt, and names of dead processes remain in the store. Each process signs in
+    torchrun's agents keep one store over all restarts, and each counts only its own: a replaced node begins at 0. So
+    nothing in a process's environment names its attempt, and names of dead processes stay in the store. Each signs in
     under a new random name; rank 0 publishes lists of the names it sees; a process that finds its own name on a list
     confirms it. A list that all have confirmed holds only live processes. No process ever trusts a key that a dead one
     may have written without comparing names.

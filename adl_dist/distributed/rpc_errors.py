@@ -30,7 +30,7 @@ class PeerGoneError(PeerError):
 
 
 class Call(Generic[T]):
-    """A call under way to a process, which is late after ``seconds``."""
+    """A call to a process that times out after ``seconds``."""
 
     def __init__(self, name: str, start: Callable[[float], "torch.futures.Future[T]"], seconds: float) -> None:
         """Start the call by ``start``, which takes RPC's own limit in seconds."""
@@ -52,7 +52,7 @@ class Call(Generic[T]):
         """Return the answer.
 
         Raises:
-            PeerLateError: If there is none in time.
+            PeerLateError: If there is no answer in time.
             PeerGoneError: If the process is gone.
             PeerError: If this process has left the control plane.
         """

@@ -1,10 +1,10 @@
 """``torchrun --rdzv-backend=adl-dist``: c10d without open ports.
 
-The agents' own store listens on all addresses of its node, whatever its options. Here it is in the agent's memory
-on one node, and listens only at the endpoint's address on several. The ranks do not share the agents' store
-(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``), so that each attempt has a store that ends with it.
+The agents' own store listens on all addresses of its node, whatever its options. Here, on one node it is in the agent's
+memory; on several nodes it listens only at the endpoint's address. The ranks do not share the agents' store
+(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``), so that each attempt has a store that ends with the attempt.
 
-torchrun finds this by the entry point ``torchrun.handlers`` in pyproject.toml.
+torchrun finds this module by the entry point ``torchrun.handlers`` in pyproject.toml.
 """
 
 import atexit
@@ -92,7 +92,7 @@ def make_handler(parameters: "elastic.RendezvousParameters") -> "elastic.Rendezv
 def _end_in_lines(
     handler: "elastic.RendezvousHandler", parameters: "elastic.RendezvousParameters", store: dist.Store, *, hosts: bool
 ) -> None:
-    """Make ``handler`` announce its waits, and end with one line.
+    """Make ``handler`` announce its waits, and end the agent in one line.
 
     A user's error on one node ends the agents of all nodes with its text, and no restart follows.
     """
@@ -141,7 +141,7 @@ def _end_in_lines(
 
 
 def _ending(text: str, code: int = ConfigError.exit_code) -> SystemExit:
-    """Print an error, and return the end of this agent."""
+    """Print an error, and return the SystemExit that ends this agent."""
     sys.stderr.write(f"adl-dist: error: {text}\n")
     return SystemExit(code)
 

@@ -41,7 +41,7 @@ COORDINATOR_RANK = 0
 
 @dataclass
 class World:
-    """This process among the others."""
+    """The place of this process in the run, and its connections."""
 
     rank: int  # also its first stage, if there is more than one process
     size: int  # number of processes
@@ -68,7 +68,10 @@ class World:
         return self.size > 1
 
     def connect_more(self, triples: Iterable[tuple[str, int, int]]) -> None:
-        """Connect the missing edges; every rank calls it with the same."""
+        """Connect missing edges (kind, sender, receiver), the same on all ranks.
+
+        Raise ChannelError if a peer is gone or silent.
+        """
         missing = [triple for triple in triples if triple not in self._connected]
         if not missing:
             return
@@ -88,14 +91,14 @@ class World:
         self._connected |= {*missing}
 
     def abort_edges(self) -> None:
-        """Abort messages that would never arrive; only once."""
+        """Abort the messages of all edges, which would never arrive; only once."""
         with self._abort:
             if not self.is_aborted:
                 abort(self.edges.values())
             self.is_aborted = True
 
     def use_group(self, *, works: bool) -> None:
-        """Make our group torch's default one only while a trainer ``works``."""
+        """Make our process group torch's default if ``works``, or undo that."""
         if self.owns_group and works == (dist.GroupMember.WORLD is not self._group):
             dist.GroupMember.WORLD, self._set_aside = self._set_aside, dist.GroupMember.WORLD
 
@@ -123,7 +126,7 @@ def launched_rank() -> int:
 
 
 def check_world_size(pipeline: Pipeline, *, processes: bool) -> None:
-    """Raise ConfigError if the number of processes does not fit."""
+    """Raise ConfigError if the launcher started a wrong number of processes."""
     started = launched_world_size()
     expected = pipeline.num_processes if processes else 1
     if started is not None and started != expected:
@@ -154,12 +157,12 @@ def world_of_process() -> World | None:
 def connect(num_stages: int, *, size: int | None = None, device_type: str, timeout_seconds: float) -> World:
     """Join the other processes; later calls return the same world.
 
-    There are ``num_stages`` in all processes together, which are ``size``, by default one for each stage. The time is
-    the limit of the start, and of an answer over the control plane.
+    The ``size`` processes, by default one for each stage, hold ``num_stages`` together. ``timeout_seconds`` limits
+    the start, a message, and an answer over the control plane.
 
     Raises:
-        ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, or the
-            user's process group has no backend for the CPU.
+        ConfigError: If this rank has no CUDA device, a network interface, address or port cannot be used, the user's
+            process group has no backend for the CPU, or the processes were joined differently before.
         ChannelError: If the others cannot be reached in time.
     """
     global _world
@@ -202,7 +205,7 @@ def connect(num_stages: int, *, size: int | None = None, device_type: str, timeo
 
 
 def disconnect(*, in_order: bool = True) -> None:
-    """Leave the world; with ``in_order`` all leave now, so wait for them."""
+    """Leave the world; with ``in_order`` wait for all others to leave too."""
     global _world
     if _world is None or _world.has_left:
         return
@@ -234,7 +237,7 @@ def _has_group() -> bool:
 
 
 def _quieten_rpc() -> None:
-    """Make RPC expect the others to disconnect, without a report."""
+    """Prepare RPC for the others to disconnect, so that it logs no error."""
     agent = rpc.api._get_current_rpc_agent()
 
     def expect_end() -> None:

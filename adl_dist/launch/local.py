@@ -33,9 +33,9 @@ def launch_local(
 ) -> int:
     """Run ``python -m adl_dist *arguments`` as several ranks.
 
-    After a rank was killed, but not by SIGTERM or SIGINT, or ended silently, all ranks are started again, at most
-    ``max_restarts`` times. With ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks training ranks to stop;
-    the second ends them.
+    If a rank was killed, but not by SIGTERM or SIGINT, or ended without a message, all ranks are started again, at
+    most ``max_restarts`` times. With ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks training ranks to
+    stop; the second ends them.
 
     Returns:
         The exit code: 0; 75 if the run was stopped; 2 if the user can fix the cause, otherwise 1; 128 + n after signal
@@ -86,8 +86,8 @@ def launch_local(
 class StopHandler:
     """The handler of SIGTERM, SIGINT and SIGUSR1 in the launcher.
 
-    The first signal goes to rank 0, if that listens. Ranks have their own sessions, so a Ctrl-C at the terminal reaches
-    only the launcher. Otherwise, and at the second signal, the agent ends its ranks at once.
+    The first signal goes to rank 0, if rank 0 listens. Otherwise, and at the second signal, the agent ends its ranks at
+    once. Ranks have their own sessions, so a Ctrl-C at the terminal reaches only the launcher.
     """
 
     def __init__(self, passes_on: bool) -> None:

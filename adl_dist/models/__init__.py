@@ -1,4 +1,4 @@
-"""Networks of the papers, and those of other libraries."""
+"""Networks of the papers, and networks of other libraries."""
 
 from adl_dist.models.from_timm import timm_model
 from adl_dist.models.from_torchvision import torchvision_model

@@ -14,8 +14,8 @@ from adl_dist.seeds import weights_seed
 class Rotary(nn.Module):
     """Rotary positions (Su et al., arXiv:2104.09864).
 
-    They rotate pairs of a head's channels by angles that grow with t. Channel i is paired with channel i + D/2, as in
-    Llama's published weights. The tables are not saved, and every stage has its own.
+    They rotate pairs of a head's channels by angles that grow with the position t. Channels i and i + D/2 are a pair,
+    as in Llama's published weights. The tables of cosines and sines are not saved, and every stage has its own.
     """
 
     def __init__(self, head_width: int, context: int, theta: float) -> None:
@@ -146,7 +146,8 @@ class Block(nn.Module):
 def new_stream() -> int:
     """Draw the seed of a model's weights from torch's stream.
 
-    It must come first, because layers draw as well unless they are built on ``torch.device("meta")``.
+    Call it before layers are built, because they draw from the stream as well, unless they are built on
+    ``torch.device("meta")``.
     """
     return int(torch.randint(2**31, (), device="cpu"))
 
@@ -154,8 +155,8 @@ def new_stream() -> int:
 def draw_weights(model: nn.Module, layers: int, seed: int) -> None:
     """Draw the weights of ``model`` by :func:`draw_parameter`.
 
-    A Trainer draws those on meta later. It calls ``model.draw_parameter`` with the name of each and a tensor to fill
-    (docs/huggingface.md).
+    Weights on meta are drawn later by a Trainer. It calls ``model.draw_parameter`` with the name of a parameter and a
+    tensor to fill (docs/huggingface.md).
     """
     draw = partial(draw_parameter, layers, seed)
     model.draw_parameter = draw  # type: ignore[assignment]

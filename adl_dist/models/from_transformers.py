@@ -27,7 +27,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # a folder with
 def hf_model(
     config: str, task: str, *, weights: bool | None = None, download: bool = False, **options: Any
 ) -> nn.Module:
-    """Build a transformers network with logits as the forward's result.
+    """Build a network of transformers with a forward that returns logits.
 
     Nothing is downloaded without ``download``.
 
@@ -39,8 +39,9 @@ def hf_model(
         options: replacements of entries of the configuration, like ``num_hidden_layers``.
 
     Returns:
-        The library's model of this task, with its parameter names: int[B, T] -> float[B, T, V] for ``causal-lm``, or ->
-        float[B, classes], or from images float[B, 3, H, W].
+        The library's model of this task, with its parameter names. ``causal-lm``: int[B, T] -> float[B, T, V];
+        ``sequence-classification``: int[B, T] -> float[B, classes]; ``image-classification``: float[B, 3, H, W] ->
+        float[B, classes].
 
     Raises:
         ConfigError: If the library is missing, or there is no such folder, task, option or network.
@@ -77,7 +78,7 @@ def hf_model(
 def build(config: Any, task: str, *, weights: str | None = None, download: bool = False) -> nn.Module:
     """Build the network of a ``config`` for a ``task``; see :func:`hf_model`.
 
-    ``weights`` is the folder or name of the hub to load them from; without it they are drawn.
+    ``weights`` is the folder, or name of the hub, to load the weights from; if None, they are drawn.
 
     Raises:
         ConfigError: If the library has no such network, or refuses the configuration or the weights.
@@ -109,7 +110,7 @@ def build(config: Any, task: str, *, weights: str | None = None, download: bool 
 
 
 def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """Map the names of tensors in files to those in ``model``.
+    """Return names of tensors in ``model`` by their names in files.
 
     Tensors that the library ignores are left out.
     """
@@ -132,10 +133,10 @@ def _names_here(model: Any, names: Iterable[str]) -> dict[str, str]:
 def read_config(config: str, *, download: bool = False, options: dict[str, Any] | None = None) -> Any:
     """Read a configuration, and replace entries by ``options``.
 
-    It is in a folder, or has a name of the hub.
+    ``config`` is a folder, or a name of the hub.
 
     Raises:
-        ConfigError: If there is none, the library does not know its type, or it has no such entries.
+        ConfigError: If there is no configuration, the library does not know its type, or it has no such entries.
     """
     transformers = _library()
     try:

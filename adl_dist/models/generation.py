@@ -24,15 +24,15 @@ def generate(
     """Sample ``max_tokens`` tokens after ``prompt``.
 
     Args:
-        model: int[1, T] -> float[1, T, V], or an output that begins with it, on the CPU; it is left in evaluation
-            mode.
+        model: a network int[1, T] -> float[1, T, V], or -> an output that begins with this tensor, on the CPU; it is
+            left in evaluation mode.
         prompt: at least one token; :meth:`adl_dist.data.Vocabulary.encode` converts text.
         max_tokens: number of new tokens.
         context: the largest T.
         num_kinds: sample from tokens 0 to ``num_kinds`` - 1; by default from all V.
         temperature: divisor of the outputs; 0 for the largest output.
         top_k: sample from the ``top_k`` largest outputs; by default from all.
-        seed: of the samples.
+        seed: the seed of the random samples.
 
     Returns:
         The new tokens; :meth:`adl_dist.data.Vocabulary.decode` converts them to text.

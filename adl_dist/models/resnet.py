@@ -1,7 +1,7 @@
 """Residual networks for images, assembled unit by unit.
 
-CIFAR's (He et al. 2016, section 4.2, and the CIFAR form of ResNet-18 and ResNet-34), wide ones (Zagoruyko and Komodakis
-2016), and ResNet-18 with squeeze and excitation (Hu et al., TPAMI 2020) for images of ImageNet's size.
+They are CIFAR's (He et al. 2016, section 4.2, and the CIFAR form of ResNet-18 and ResNet-34), wide ones (Zagoruyko and
+Komodakis 2016), and ResNet-18 with squeeze and excitation (Hu et al., TPAMI 2020) for images of ImageNet's size.
 """
 
 from collections import OrderedDict
@@ -69,7 +69,7 @@ class BasicBlock(nn.Module):
         self.relu2 = nn.ReLU()
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the summand to the shortcut, of the output's shape."""
+        """Return the residual branch, of the output's shape."""
         out: Tensor = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         return out
 
@@ -104,11 +104,11 @@ def assemble(
     before_head: Mapping[str, nn.Module] | None = None,
     pool_size: int | None = None,
 ) -> nn.Sequential:
-    """Assemble the units to a network.
+    """Assemble a network of units: ``stem``, ``layer1_0``, ..., ``head``.
 
-    They are ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``. Each layer has ``num_blocks`` blocks of ``channels``,
-    made by ``block`` (channels in, out, stride); each layer but the first halves the image. ``stem`` holds one
-    convolution, ``conv``; ``before_head``: the head's layers before pooling.
+    Each layer has ``num_blocks`` blocks of ``channels``, made by ``block`` (channels in, out, stride); each layer but
+    the first halves the image. ``stem`` holds one convolution, ``conv``. ``before_head`` are the head's layers before
+    average pooling, which has windows of ``pool_size``, by default of the whole map.
     """
     units: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(OrderedDict(stem)))
     width: int = stem["conv"].out_channels  # type: ignore[assignment]
@@ -123,9 +123,9 @@ def assemble(
 
 
 def he_init(model: nn.Sequential) -> nn.Sequential:
-    """Draw the weights of convolutions from N(0, 2 / fan out).
+    """Draw convolution weights from N(0, 2 / fan out), and return ``model``.
 
-    The model is returned. See He et al. 2015.
+    See He et al. 2015.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -155,7 +155,8 @@ def cifar_resnet(
         width: channels of the first layer, 16 in the paper; the others have twice and four times as many.
         shortcut: where the image is halved: ``A`` for every second pixel and zero channels on both sides, ``A_after``
             for all zeros after the others, ``B`` for a 1x1 convolution and BatchNorm.
-        pool_size: side of the single window that the head averages; by default the whole map.
+        pool_size: side of the window that the head averages; it must fit once into the last map, a quarter of the
+            image. By default the whole map.
         init: weights of convolutions: ``he`` for normal over the fan out, ``torch`` for torch's defaults.
 
     Returns:
@@ -273,7 +274,7 @@ class SEBasicBlock(BasicBlock):
         self.se = SqueezeExcitation(out_channels)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return the summand to the shortcut, of the output's shape."""
+        """Return the gated residual branch, of the output's shape."""
         out: Tensor = self.se(super().residual(x))
         return out
 

@@ -135,7 +135,7 @@ def llama(
 
 
 class PatchEmbedding(nn.Module):
-    """An embedding of each patch of an image, plus one of its position."""
+    """The sum of embeddings of each patch of an image and of its position."""
 
     def __init__(self, image_size: int, patch_size: int, in_channels: int, width: int, dropout: float) -> None:
         super().__init__()

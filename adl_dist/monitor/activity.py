@@ -69,7 +69,7 @@ class StageActivity:
         return sum(seconds for op, seconds in self.seconds.items() if KINDS[op][0] in BUSY)
 
     def spent(self, seconds: float) -> dict[str, float]:
-        """Return the seconds of the segment by the names of ``SHARES``."""
+        """Return the ``seconds`` of the segment divided among ``SHARES``."""
         spent = dict.fromkeys(SHARES, 0.0)
         for op, of_op in self.seconds.items():
             spent[KINDS[op][0]] += of_op
@@ -123,7 +123,7 @@ class Window(NamedTuple):
 
 
 class ActivityLog:
-    """The record of one process. Only the main thread writes.
+    """The record of one process's actions. Only the main thread writes.
 
     It keeps the first ``most_events`` events of each stage, and the events in the window of a segment.
     """

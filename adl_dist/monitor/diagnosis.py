@@ -65,7 +65,7 @@ def describe_silence(known: RankStatus) -> str:
 
 
 def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> Cause:
-    """Return the likely cause: a silent process, or the end of the waits."""
+    """Return the likely cause: a silent process, or where all waits end."""
     if silent := [known for known in statuses if known.state == GONE or known.silent_seconds > 0]:
         order = [*SILENT]
         worst = min(silent, key=lambda known: order.index(known.state) if known.state in order else len(order))
@@ -115,9 +115,9 @@ def _why_busy(stage: _Stage) -> str:
 
 
 def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
-    """Return the threads that save, for which an idle coordinator waits.
+    """Return the saving threads that an idle coordinator waits for.
 
-    Each is a node in the graph of waits, with its text as a cause.
+    Keys are nodes in the graph of waits, values the causes to report.
     """
     for what, doing in ((SAVING, "write its part of a checkpoint"), (COMMITTING, "complete a checkpoint")):
         savers = {
@@ -133,7 +133,7 @@ def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
 
 
 def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
-    """Return a link's fault: a message that was sent and did not arrive."""
+    """Return a link as the cause if a sent message is missing, or None."""
     for k, (_, process, status) in stages.items():
         if status.op not in RECEIVES or process.runs_ahead:
             continue

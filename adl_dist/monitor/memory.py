@@ -43,7 +43,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def segment(self, stage: Stage) -> Iterator[None]:
-        """Measure inside, during the first updates of the run."""
+        """Measure the block's memory peak on a CPU, in a run's first updates."""
         try:
             if self._num_seen < self._num_updates and not self._is_on_gpu:
                 self._start(stage)

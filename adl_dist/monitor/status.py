@@ -90,7 +90,7 @@ class RankStatus:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """The name of the process in messages."""
         if self.seen is None:
             return f"stage {self.rank}"
         several = len(self.seen.stages) > 1
@@ -170,7 +170,7 @@ def _stage_status(
 
 
 def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> dict[str, Any]:
-    """Return the figures of stage ``k``; rates are 0 if it is over."""
+    """Return the figures of stage ``k``; rates are 0 after the segment."""
     elapsed, activity = max(now - segment.began, 1e-9), segment.stages[k]
     last, counts = dict(activity.last), {op: n for op, n in activity.counts.items() if n}
     # By counts, as numbers may go down (GPipe's gradients); and with islice, as a copy would grow with the epoch.
@@ -197,7 +197,7 @@ def _is_debugged() -> bool:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the bytes held on ``device`` if it is a GPU, or resident."""
+    """Return the bytes allocated on a GPU, or the resident ones on a CPU."""
     if device.type == "cuda":  # by name, because each thread has its own current device
         return int(torch.cuda.memory_allocated(device))
     with suppress(OSError):

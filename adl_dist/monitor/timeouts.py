@@ -12,8 +12,8 @@ from adl_dist.settings import check_settings, documented, setting
 class WatchdogTimeouts:
     """Limits on a standstill, counted from the last action of any stage.
 
-    After ``abort_seconds`` the process ends with exit code 1, unless it is in a debugger; with ``auto`` never where all
-    stages share the user's own process.
+    After ``abort_seconds`` the process ends with exit code 1, unless it is in a debugger. With ``auto`` it never ends
+    if all stages share the user's own process.
     """
 
     stall_seconds: float = setting(

@@ -1,6 +1,6 @@
 """``run_dir/trace.json``: the events of all stages.
 
-Each rank sends the events of its stages to rank 0, compressed, and that writes the file. The form is Chrome's "JSON
+Each rank sends the events of its stages, compressed, to rank 0, which writes the file. The form is Chrome's "JSON
 Object Format", for https://ui.perfetto.dev or chrome://tracing: complete events, one process for each stage, times in
 microseconds.
 """
@@ -21,9 +21,9 @@ MOST_EVENTS = 200_000  # the first ones of each stage are kept: about 30 MB of m
 
 
 def parts_of(log: ActivityLog, world: World, stages: Sequence[int], *, origin: float) -> list[dict[str, Any]]:
-    """Return the compressed events of ``stages``, and their numbers.
+    """Return, for each stage, its compressed events and their number.
 
-    ``origin`` is zero of the trace's time, in seconds of ``time.time``, which NTP keeps equal on all machines.
+    ``origin`` is the trace's time 0, in seconds of ``time.time``, which NTP keeps equal on all machines.
     """
     zero = origin - wall_offset()
     return [
@@ -38,7 +38,7 @@ def parts_of(log: ActivityLog, world: World, stages: Sequence[int], *, origin: f
 
 
 def write_trace(run_dir: Path, parts: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Write the :func:`parts_of` all stages, and facts ``about`` the run."""
+    """Write all stages' parts and facts ``about`` the run; return the path."""
     stages = [{name: value for name, value in part.items() if name != "lines"} for part in parts]
     head = json.dumps({"displayTimeUnit": "ms", "otherData": {**about, "stages": stages}})
     with write_atomically(run_dir / TRACE) as unfinished, unfinished.open("wb") as file:
@@ -50,7 +50,7 @@ def write_trace(run_dir: Path, parts: Sequence[dict[str, Any]], about: dict[str,
 
 
 def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[dict[str, Any]]:
-    """Yield the names of stage ``k``, then its events."""
+    """Yield the entries that name stage ``k``, then one for each event."""
     for name, value in (
         ("process_name", {"name": f"stage {k}"}),
         ("process_sort_index", {"sort_index": k}),

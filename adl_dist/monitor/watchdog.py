@@ -4,7 +4,7 @@ On rank 0 a thread asks all processes about once a second for their status, over
 answer is progress. After ``stall_seconds`` without progress it prints one picture on standard error, and after
 ``abort_seconds`` it ends the job. Every other process has a heartbeat monitor, which checks that rank 0 asks.
 
-Disks, readers of the output and threads may hang, too: so all that may wait for them is done by second threads, with a
+Disks, readers of the output and threads may hang too, so work that may wait for them runs in second threads, with a
 time limit.
 """
 
@@ -57,7 +57,7 @@ class Heartbeat:
         return process_status(self._activity)
 
     def activate(self, activity: ActivityLog | None) -> None:
-        """Answer from ``activity``, or forget that of a job that is over."""
+        """Answer from ``activity``; without one, forget the job that is over."""
         self._activity, self.asked_at = activity or ActivityLog(1), time.monotonic()
         self._activity.enter(IDLE)
 
@@ -130,12 +130,12 @@ class Watchdog(PollingThread):
         """Create the thread.
 
         Args:
-            num_processes: of the job, including this one.
+            num_processes: number of processes of the job, including this one.
             activity: the record of this process.
             coordination: returns the coordinator's status.
             timeouts: the limits on a standstill.
             ask_peers: returns the status of other processes.
-            abort_peers: tells all others why they are to exit, and waits for them.
+            abort_peers: takes the reason, tells all others to exit, and waits for them.
             on_gone: takes the rank of a process that is gone, and a line that names it.
             on_end: called right before the end of the job.
         """
@@ -170,12 +170,12 @@ class Watchdog(PollingThread):
             return list(self._ranks.values())
 
     def cause(self) -> str | None:
-        """Return the name of the process that holds up the others, or None."""
+        """Return a text on the process that holds up the others, or None."""
         cause = cause_of(self.statuses(), self._coordination())
         return cause.text if cause.rank is not None else None
 
     def look(self) -> None:
-        """Check whether the status of any process has changed."""
+        """Check for progress; report a stall, and end the job if it lasts."""
         statuses, coordination = self.statuses(), self._coordination()
         now = time.monotonic()
         if self._over.is_set():
@@ -258,7 +258,7 @@ class HeartbeatMonitor(PollingThread):
             print_bounded(f"adl-dist: {self._cause(silent)}")
 
     def _cause(self, seconds: float) -> str:
-        """Return a text that rank 0 has not asked, with the known reason."""
+        """Return the message that rank 0 stopped asking, with any known cause."""
         asker = self._heartbeat.asker
         if asker is None:
             return (
@@ -278,7 +278,7 @@ def state_of_silent(seen: ProcessStatus | None, error: PeerError | None = None) 
 
 
 def kill(seen: ProcessStatus) -> None:
-    """Kill a silent process of this machine, which would remain."""
+    """Kill a silent process, which would remain, if it is on this machine."""
     if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
         with suppress(ProcessLookupError):
             os.kill(seen.pid, signal.SIGKILL)

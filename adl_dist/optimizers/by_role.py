@@ -22,7 +22,7 @@ class ByRole(Optimizer):
     """Base of optimizers with groups of matrices and of the rest.
 
     See :func:`split_by_role`. Every stage has both groups, even if one is empty, so that a schedule with a rate for
-    each fits every stage. A schedule multiplies the rates of both. All state is per parameter.
+    each group fits every stage. A schedule multiplies the rates of both. All state is per parameter.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class ByRole(Optimizer):
     ) -> None:
         """Divide ``params`` into matrices, with options, and the rest.
 
-        ``of_matrices`` are the options of the first group.
+        ``of_matrices`` are the options of the first group; the other arguments are as in
+        :class:`~adl_dist.optimizers.Muon`.
 
         Raises:
             ConfigError: If an option is unknown or out of range, or ``params`` are groups or have no role.
@@ -91,7 +92,10 @@ class ByRole(Optimizer):
 
 
 def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return ``options`` with the defaults of ``kind``; ConfigError if wrong."""
+    """Return all options of a group of ``kind``, or raise ConfigError.
+
+    They are ``options``, the defaults of the others, and ``params``, which is empty.
+    """
     try:
         (group,) = kind([{"params": []}], **options).param_groups
     except (TypeError, ValueError, RuntimeError) as error:

@@ -50,11 +50,11 @@ class Muon(ByRole):
             momentum: mu.
             nesterov: whether to use Nesterov's momentum, as above; otherwise O is NewtonSchulz(B).
             ns_steps: steps of the Newton-Schulz iteration.
-            adjust_lr_fn: the rate's factor by shape: ``original`` (default, as above) or ``match_rms_adamw``, for
-                which good rates are those of AdamW.
+            adjust_lr_fn: the rate's factor by shape: ``original`` (default, as above) or ``match_rms_adamw``, for which
+                good rates are those of AdamW.
             rest: optimizer of the rest: ``adamw`` (betas .9 and .95, no weight decay) or ``sgd`` (momentum .9).
-            rest_lr: its rate, by default 0.003 for ``adamw`` and 0.1 for ``sgd``.
-            rest_options: its other options, by torch's names.
+            rest_lr: the rate of the rest, by default 0.003 for ``adamw`` and 0.1 for ``sgd``.
+            rest_options: other options of the optimizer of the rest, by torch's names.
             rest_names: further parameters of the rest: names of the uncut model, with ``*`` and ``?``.
 
         Raises:

@@ -62,10 +62,11 @@ _ROLES: MutableMapping[nn.Parameter, Role] = WeakIdKeyDictionary()
 def mark_roles(model: nn.Module, prefix: str = "") -> None:
     """Record the roles of parameters of the uncut ``model``.
 
-    ``prefix`` begins their names. The model does not change. A copy of it has parameters without roles.
+    ``prefix`` is put before their names. The model does not change. Parameters of a copy of the model have no roles.
 
     The head is the last layer in ``model.modules()`` that has a matrix of weights, if it is linear or a convolution. A
-    parameter that several layers share is a table if it is one for any of them, otherwise of the head if it is for any.
+    parameter that several layers share is a table if it is one for any of them; otherwise it belongs to the head if one
+    of them is the head.
     """
     by_kind: dict[str, set[nn.Parameter]] = {"table": set(), "head": set(), "convolution": set()}
     layers: dict[nn.Parameter, set[str]] = {}
@@ -110,7 +111,7 @@ def role_of(parameter: nn.Parameter, asking: str) -> Role:
 
 
 def _class_names(kind: type) -> list[str]:
-    """Return the names of ``kind`` and its bases, except those of all layers."""
+    """Return the class names of ``kind`` and of its bases below nn.Module."""
     return [one.__name__ for one in kind.__mro__ if issubclass(one, nn.Module) and one is not nn.Module]
 
 
@@ -138,10 +139,7 @@ def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _class_of(layer: nn.Module) -> type:
-    """Return the class of ``layer``.
-
-    Of a TorchScript layer it is torch's original class.
-    """
+    """Return the class of ``layer``; of a TorchScript layer, torch's original."""
     is_script = isinstance(layer, torch.jit.ScriptModule)
     return getattr(nn, str(layer.original_name), nn.Module) if is_script else type(layer)
 

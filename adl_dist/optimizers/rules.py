@@ -117,12 +117,12 @@ class RuledOptimizer:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The rules as plain values."""
+        """The rules as dictionaries of plain values."""
         of_rules = ({key: list(getattr(rule, key)) for key in CRITERIA} | dict(rule.effect) for rule in self.rules)
         return [{key: value for key, value in one.items() if value != []} for one in of_rules]
 
     def prepare(self, model: nn.Module) -> None:
-        """Freeze the uncut model's parameters; ConfigError if a rule matches none."""
+        """Freeze parameters of ``model``; ConfigError if a rule matches none."""
         parameters = [*model.parameters()]
         roles = [role_of(parameter, "optimizer.rules") for parameter in parameters]
         for rule in self.rules:
@@ -155,7 +155,10 @@ class RuledOptimizer:
         return {key: value for key, value in self._effect(role).items() if key != "frozen"}
 
     def _divided(self, optimizer: Optimizer, group: Group, effects: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-        """Divide ``group`` by ``effects``, as far as it has their options."""
+        """Return one part of ``group`` for each of ``effects`` that fits it.
+
+        An effect fits if the group has all of its options. A part without parameters is empty.
+        """
         members: dict[str, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             role = role_of(parameter, "optimizer.rules")
@@ -216,7 +219,7 @@ def with_rules(
 
 
 def prepare(model: nn.Module, optimizer: object) -> None:
-    """Mark the roles of the uncut ``model``, and freeze by the rules."""
+    """Mark the roles of the uncut ``model``, and freeze parameters by rules."""
     mark_roles(model)
     if isinstance(optimizer, RuledOptimizer):
         optimizer.prepare(model)

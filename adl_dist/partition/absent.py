@@ -1,8 +1,8 @@
 """Absent results: meta tensors in the place of other stages' results.
 
-Shapes are never guessed. The call runs once per signature of its arguments on tensors on meta. Where that is
-impossible, because it asks for elements, the sizes of its results must be sizes of its arguments in all recorded runs;
-the stage that computes it then checks them in each micro-batch.
+Shapes are never guessed. A call runs once on meta tensors for each signature of its arguments. A call that asks for
+elements cannot run there. The sizes of its results must then equal sizes of its arguments in all recorded runs, and the
+stage that computes the call checks this in each micro-batch.
 """
 
 import random
@@ -26,10 +26,10 @@ _SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.S
 
 
 def signature(value: Any) -> Any:
-    """Return a hashable value, equal for arguments with equal result shapes.
+    """Return a hashable key; arguments with equal keys give equal shapes.
 
     Raises:
-        TypeError: If an argument is an object that has no such value.
+        TypeError: If an argument is an object of a type that has no key.
     """
     kind = type(value)
     if kind in _SIMPLE:
@@ -48,7 +48,7 @@ def signature(value: Any) -> Any:
 
 
 def module_signature(module: nn.Module) -> Any:
-    """Return a hashable value of a module's class, attributes and shapes."""
+    """Return a hashable key of a module's class, attributes and shapes."""
     tensors = (*module._parameters.items(), *module._buffers.items())
     attributes = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH]
     return (
@@ -86,13 +86,14 @@ def _is_autocast() -> bool:
 def infer(
     function: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """Run ``function`` on meta copies of its tensors.
+    """Run ``function`` with meta tensors in place of its argument tensors.
 
-    If ``module`` is given, ``function`` is a call of it, and its parameters and buffers are put on meta as well. Under
-    autocast, which has no effect on meta, all numbers are float32, and only the shapes of the result hold.
+    If ``module`` is given, ``function`` must be a call of it; its parameters, buffers and attribute tensors are
+    replaced by meta tensors as well. Under autocast, which has no effect on meta, floating-point tensors are float32,
+    and only the shapes of the result are right.
 
     Returns:
-        The result, and the meta tensors in the place of the arguments, in order.
+        The result, and the meta tensors that replaced the distinct argument tensors, in order.
     """
     watch, Watch.active = Watch.active, None
     pythons, numpys = random.getstate(), np.random.get_state()
@@ -135,13 +136,16 @@ def infer(
 
 
 def is_masked(args: Any, kwargs: Any, has: Callable[[Tensor], bool]) -> bool:
-    """Return whether there are masks and the stage ``has`` all their elements."""
+    """Return whether ``has`` holds for all tensors but the first argument.
+
+    These tensors are masks or indices. Without any, the result is False.
+    """
     masks = tensors_in((args[1:], kwargs))
     return bool(masks) and all(map(has, masks))
 
 
 def _on_zeros(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a function on zeros for its absent tensors, for its result sizes."""
+    """Run a function with zeros for absent tensors, to get its result sizes."""
 
     def zeros(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -161,11 +165,11 @@ def call_signature(args: Any, kwargs: Any) -> Any:
 
 
 class Given(int):
-    """An argument's index, in the place of a result that is that argument."""
+    """The index of an argument tensor that a call returns in its result."""
 
 
 def _template(out: Any, given: Sequence[Tensor]) -> Any:
-    """Return ``out`` without elements, and with indices for ``given`` tensors."""
+    """Return ``out`` on meta, with a ``Given`` for each ``given`` tensor."""
     places = {id(tensor): Given(place) for place, tensor in enumerate(given)}
 
     def without_elements(tensor: Tensor) -> Any:
@@ -179,8 +183,8 @@ class RecordedResults:
     """The shapes and dtypes of one call's results in the recorded runs.
 
     Attributes:
-        by_rule: whether the call asks for elements, so that meta tensors do not give its shapes. Then the sizes of its
-            results must be sizes of its arguments in all runs.
+        by_rule: whether meta tensors cannot predict the shapes, because the call asks for elements. The sizes of its
+            results must then equal sizes of its arguments in all runs.
     """
 
     def __init__(self) -> None:
@@ -204,11 +208,14 @@ class RecordedResults:
         return True
 
     def known(self, key: Any) -> Any:
-        """Return the result recorded for the signature ``key``, or None."""
+        """Return the meta result recorded for the signature ``key``, or None."""
         return None if self.by_rule or key not in self._runs else self._runs[key][1]
 
     def by_sizes(self, args: Any) -> Any:
-        """Return the result for arguments of other sizes, or raise a ValueError."""
+        """Return the meta result for ``args`` of new sizes, or raise a ValueError.
+
+        Each of its sizes is that of an argument's dimension that was equal in all recorded runs, or a constant.
+        """
         shapes = [tensor.shape for tensor in tensors_in(args)]
         all_runs = [*self._runs.values()]
         runs = [(given, tensors_in(out)) for given, out in all_runs if list(map(len, given)) == list(map(len, shapes))]
@@ -271,7 +278,7 @@ class Results:
         self.fast: tuple[Any, Any, bool] | None = None  # the last argument, its result, whether gradients were wanted
 
     def keep_last(self, arg: Tensor, out: Tensor) -> None:
-        """Cache the last result of a one-argument call if both are absent."""
+        """Cache the result of a one-argument call if both tensors are absent."""
         if arg.is_meta and out.is_meta and out is not arg and not self._varies:
             self.fast = arg, out, torch.is_grad_enabled()
 
@@ -292,10 +299,11 @@ class Results:
     ) -> Any:
         """Return the absent result of a call.
 
-        ``stages`` has the stage of each tensor in the result; the last entry holds for all further tensors.
+        ``label`` is the call's key. ``stages`` has the stage of each tensor in the result; the last entry holds for all
+        further tensors.
 
         Raises:
-            ValueError: If its shapes are not known.
+            ValueError: If the shapes of the result are not known.
         """
         key = None if self._varies else call_signature(args, kwargs)
         kept = self._kept.get(key) if key is not None else None
@@ -324,7 +332,7 @@ class Results:
         return map_leaves(absent, template)
 
     def _find(self, key: Any, function: Any, args: Any, kwargs: Any, module: nn.Module | None) -> tuple[Any, bool]:
-        """Return the template for these arguments and whether it may be cached."""
+        """Return (template of the result, whether it may be cached)."""
         if key is not None:
             known = None if self._recorded is None or self._is_changed else self._recorded.known(key)
             if known is not None:
@@ -350,6 +358,6 @@ class Results:
 
 
 def filled(kept: Any, args: Any, kwargs: Any) -> Any:
-    """Copy a cached result; put the call's arguments where it has them."""
+    """Copy a cached result, with the call's arguments in place of ``Given``."""
     unique = unique_tensors((args, kwargs))
     return map_leaves(lambda leaf: unique[leaf] if type(leaf) is Given else leaf, kept, copies=True)

@@ -1,8 +1,8 @@
 """The best contiguous cut into stages for measured costs.
 
-A full pipeline goes at the pace of its slowest part, a stage or a link. The best cut makes that part as fast as can
-be, and each of its stages fits into the memory of its device. It is found exactly, by dynamic programming from the
-last stage to the first, in K n^2 steps for K stages and n units:
+In a full pipeline the slowest part, a stage or a link, sets the pace. The best cut makes this part as fast as possible
+while each stage fits into the memory of its device. Dynamic programming from the last stage to the first finds the best
+cut exactly, in K n^2 steps for K stages and n units:
 
     best[k][i] = min over j > i of max(seconds of stage k with units i..j-1, seconds of the link at j, best[k+1][j])
 """
@@ -45,14 +45,14 @@ def best_balance(
 ) -> Balance:
     """Return the fastest cut among those that fit into memory.
 
-    The fastest cut has the fastest slowest stage or link. There are several where a link takes longest. Of these, the
-    cut with the fastest slowest stage is chosen, then the one that sends least, then the one with the lexicographically
-    smallest sizes. ``optimizer_copies`` is the number of state tensors per parameter: 1 of SGD with momentum, 2 of
-    Adam.
+    The fastest cut has the fastest slowest part, a stage or a link. If that part is a link, several cuts may be equally
+    fast. Of these, the cut with the fastest slowest stage is chosen, then the cut that sends least, then the one with
+    the lexicographically smallest sizes. ``held`` has the footprint of each stage, ``optimizer_copies`` the number of
+    state tensors per parameter: 1 for SGD with momentum, 2 for Adam.
 
     Raises:
-        PartitionError: If there are fewer than K-1 possible cuts, or none of them fits into memory.
-        ConfigError: If there is not one speed for each stage.
+        PartitionError: If fewer than K-1 places can be cut, or no cut into K stages fits into memory.
+        ConfigError: If ``machine`` does not have one speed for each stage.
     """
     places = [unit.name for unit in units[:-1] if unit.may_cut]
     if not units or len(places) < num_stages - 1:
@@ -111,7 +111,7 @@ def evaluate_balance(
 
     Raises:
         PartitionError: If the model cannot be cut there.
-        ConfigError: If there is not one speed for each stage.
+        ConfigError: If ``machine`` does not have one speed for each stage.
     """
     borders = [0, *accumulate(sizes)]
     last_units = [units[border - 1] for border in borders[1:-1]]
@@ -144,12 +144,12 @@ def _best(
     cut: Callable[[int], Floats],
     join: Callable[[Floats, Floats], Floats],
 ) -> tuple[float, list[int]]:
-    """Return the least joined cost of all stages and cuts, and its sizes.
+    """Return (least cost of all stages and cuts, units of each stage).
 
-    Of several cuts it follows, from the first stage on, the earliest with the best rest. With ``np.add`` that is the
-    lexicographically smallest of all the best. ``stage`` returns the costs [n, n] of stage k, by its first and its last
-    unit. They are large, so it is called for one stage at a time. ``cut`` returns the costs [n - 1] of a cut between
-    stage k and the next, after each unit but the last.
+    ``join`` combines costs. ``stage`` returns the costs [n, n] of stage k, by its first and its last unit; they are
+    large, so it is called for one stage at a time. ``cut`` returns the costs [n - 1] of a cut between stage k and the
+    next, after each unit but the last. Ties go to the smaller stage, from the first stage on. With ``np.add`` this
+    gives the lexicographically smallest of the best sizes.
     """
     rest = stage(num_stages - 1)[:, -1]
     last_units: list[NDArray[np.intp]] = []  # of each stage but the last, by its first unit

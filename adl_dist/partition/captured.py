@@ -1,4 +1,4 @@
-"""Captured calls of a forward, and the costs of units by repetition."""
+"""Captured calls of a forward, run again one by one to time each unit."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,14 +24,17 @@ Within = Callable[[], AbstractContextManager[Any]]  # the context of forward and
 
 
 def now(device: torch.device) -> float:
-    """Return the time after all work launched on ``device`` has finished."""
+    """Wait for the work launched on ``device``; return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def first_units(model: nn.Module, chain: Chain) -> dict[str, int]:
-    """Return each parameter's first unit, by name; the last if it is unused."""
+    """Return the index of the first unit that uses each parameter, by name.
+
+    An unused parameter gets the last unit.
+    """
     found = {name: unit for unit, names in reversed([*enumerate(_uses(chain))]) for name in names}
     return {name: found.get(name, len(chain.units) - 1) for name, _ in model.named_parameters()}
 
@@ -67,7 +70,7 @@ class CapturedCall:
     replays: bool = False
 
     def prepare(self) -> tuple[list[Tensor], list[Tensor], Any]:
-        """Return new leaves, copies of written leaves, and the call's arguments."""
+        """Return (new leaves, copies of written leaves, (args, kwargs)) for a run."""
         leaves: dict[int, Tensor] = {}
         given: dict[int, Tensor] = {}
 
@@ -87,7 +90,7 @@ class CapturedCall:
 def times_of(
     calls: Sequence[CapturedCall], num_units: int, within: Within, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each unit's forward and backward."""
+    """Run ``calls``; return (forward, backward) seconds, each by unit."""
     forwards, backwards, graphs = [0.0] * num_units, [0.0] * num_units, []
     for one in calls:
         leaves, written, (args, kwargs) = one.prepare()
@@ -119,11 +122,11 @@ class Capture(Recorder):
     """A recorder that also keeps calls, values and bytes saved by autograd.
 
     Attributes:
-        calls: all calls that are not containers, and the loss.
+        calls: all calls that run as a whole, and the loss.
         values: the tensor of each label.
         loss: the loss.
-        savers: by storage, the unit that saves it first.
-        saved: the bytes that each unit saves first.
+        savers: for each storage that graphs save, by its address, the first unit that saves it.
+        saved: for each unit, the bytes of the storages that it is the first to save.
     """
 
     def __init__(self, model: nn.Module, chain: Chain, within: Within) -> None:
@@ -148,7 +151,7 @@ class Capture(Recorder):
             self.values.setdefault(("", INPUT, number, 0), tensor)
 
     def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: Any, module: Any) -> Any:
-        """Keep a call and run it."""
+        """Run a call of the forward, and keep it to be repeated."""
         self._unit = self._chain.places.get(call.key, self._unit)
         state = [*module.parameters()] if module is not None else tensors_in((args, kwargs))
         trained = [t for t in state if isinstance(t, nn.Parameter) and t.requires_grad]
@@ -194,10 +197,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tensor], int]]:
-    """Return the tensors and extra messages across each possible cut.
+    """Return (tensors, number of extra messages) for the cut after each unit.
 
-    There is one entry for each unit but the last. Nothing crosses where no cut is possible. Extra messages hold labels
-    or input sizes.
+    The last unit has no entry. Nothing crosses where no cut is possible. Extra messages hold labels or input sizes.
     """
     count = len(chain.units)
 
@@ -215,7 +217,7 @@ def _crossing(chain: Chain, values: dict[Label, Tensor]) -> list[tuple[list[Tens
 
 
 def unit_costs(model: nn.Module, chain: Chain, capture: Capture, input_: Batch) -> list[UnitCost]:
-    """Return the units' costs except times: bytes kept and sent, and cuts."""
+    """Return the units' costs except times: bytes, messages, possible cuts."""
     crossing = [*_crossing(chain, capture.values), ([capture.loss], 0)]
     arriving, firsts, uses, costs = [*tensors_of(input_)], first_units(model, chain), _uses(chain), []
     for unit, (name, (tensors, extra)) in enumerate(zip(chain.units, crossing, strict=True)):

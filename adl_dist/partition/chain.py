@@ -25,10 +25,10 @@ class Chain:
         units: names of the units, in the order in which they run.
         blocks: of each unit, the number of its block.
         block_names: names of the blocks.
-        places: of each recorded call, the number of its unit; calls between two units belong to the one before.
+        places: of each recorded call, by key, the number of its unit; calls between two units belong to the first.
         work: of each unit, its share of the forward's operations and bytes; the same on every machine.
         forbidden: cuts that cannot be made, by the unit before them, each with the reason.
-        shared: trained parameters that several units compute with, by name, with these units.
+        shared: for each trained parameter that several units compute with, by name, the numbers of these units.
         notes: modules that stay whole, each with the reason.
     """
 
@@ -41,7 +41,7 @@ class Chain:
             model: the uncut model, on its device or on meta.
             batches: two or more inputs of different sizes.
             granularity: ``block`` forbids cuts inside blocks.
-            keeps_ties: why all uses of a parameter must be on one stage, or None if they need not be.
+            keeps_ties: the reason why all uses of a parameter must be on one stage; None if they need not be.
 
         Raises:
             PartitionError: If the model's forward cannot be run in stages.
@@ -77,9 +77,9 @@ class Chain:
                 self.forbidden |= dict.fromkeys(range(users[0], users[-1]), why)
 
     def _decider_around(self, one: Unit, other: Unit) -> str | None:
-        """Return the module in which both units are, if it may leave one out.
+        """Return the module around both units that may skip one of them, or None.
 
-        Between blocks any may be left out: each hands on what it gets.
+        Between blocks a cut is possible even then, because a skipped block hands on its input.
         """
         found, around_other = None, {*_forwards_around(other.call)}
         for forward in _forwards_around(one.call):
@@ -125,19 +125,19 @@ class Chain:
         return plan_stages(self.recording, self._units, sizes, self._names)
 
     def stages(self, model: nn.Module, plan: StagePlan, sizes: Sequence[int], own: Sequence[int]) -> list[StageModule]:
-        """Return the stages ``own``, with the tensors of ``model`` itself."""
+        """Return the stages numbered ``own``; they share the tensors of ``model``."""
         bounds = [*pairwise(accumulate(sizes, initial=0))]
         return [StageModule(model, plan, k, self.units[slice(*bounds[k])], self._layout) for k in own]
 
     def sizes_of(self, blocks: Sequence[int]) -> list[int]:
-        """Return the number of units of stages with ``blocks`` blocks each."""
+        """Convert each stage's number of blocks to its number of units."""
         borders = [0, *accumulate(blocks)]
         of_block = [self.blocks.index(number) for number in range(len(self.block_names))] + [len(self.units)]
         return [of_block[stop] - of_block[start] for start, stop in pairwise(borders)]
 
 
 def _forwards_around(call: Call) -> Iterator[Call | None]:
-    """Yield the forwards around ``call``; the model's own, None, is the last."""
+    """Yield the calls around ``call``, innermost first; None is the model."""
     inside: Call | None = call
     while inside is not None:
         inside = inside.parent

@@ -56,7 +56,7 @@ def _entries(value: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Replace the tensors in ``value``; unchanged containers are not copied."""
+    """Replace each tensor in ``value``, like :func:`map_leaves`."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 

@@ -107,8 +107,8 @@ class Profile:
     def costs(self, accumulation_steps: int) -> list[UnitCost]:
         """Return the units' costs with M micro-batches per update.
 
-        They are scaled to add up to those of the whole model. Measured one by one, units take a little longer than
-        together, because each is called and timed by itself.
+        Forward and backward seconds are scaled to add up to those of the whole model. Units measured one by one take a
+        little longer than together, because each is called and timed by itself.
         """
         forward = self.forward / sum(unit.forward for unit in self.units)
         in_all = max(sum(unit.backward for unit in self.units), 1e-12)
@@ -138,8 +138,8 @@ class Profile:
     def load(cls, path: Path, of: Mapping[str, Any] | None = None) -> "Profile | None":
         """Read a profile written by :meth:`save`; raise PartitionError otherwise.
 
-        Return None if the profile is not ``of`` that measurement, or if it is from a version that measured something
-        else. Without ``of``, the result is never None.
+        Return None if the measurement described by ``of`` differs, for example in the model, the device or a version.
+        Without ``of``, the result is never None.
         """
         try:
             values = json.loads(path.read_text())
@@ -212,7 +212,10 @@ class Machine:
         return self.latency[stage] if isinstance(self.latency, Sequence) else self.latency
 
     def with_own_links(self, num_processes: int) -> "Machine":
-        """Return the machine with a link, or half of a shared one, per neighbour."""
+        """Return the machine with a separate link to each neighbour.
+
+        With ``shares_link`` and more than two processes, each link gets half of the bandwidth.
+        """
         if not self.shares_link or num_processes <= 2:
             return replace(self, shares_link=False)
         return replace(self.with_links_slower(2), shares_link=False)
@@ -241,10 +244,10 @@ def _listed(value: float | Sequence[float]) -> Sequence[float]:
 
 
 def link_times(unit: UnitCost, machine: Machine, stage: int) -> tuple[float, float]:
-    """Return a link's busy seconds for one activation and for one gradient.
+    """Return a link's busy seconds for (one activation, one gradient).
 
-    The link is the one after ``stage``, and ``unit`` is the last unit of that stage. Each message has its own
-    direction.
+    The link is the one after ``stage``, and ``unit`` is the last unit of that stage. Activations and gradients travel
+    in opposite directions, which do not slow each other down.
 
     The latency is left out: receives are posted ahead and no stage waits for a send, so the next message leaves while
     one is on its way. :func:`adl_dist.schedule.speed` gives its cost where the method's delays leave no room for it.
@@ -255,10 +258,9 @@ def link_times(unit: UnitCost, machine: Machine, stage: int) -> tuple[float, flo
 def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: float, machine: Machine) -> Floats:
     """Return the busy seconds [n, n] of a stage for one micro-batch.
 
-    The indices are the first and the last unit of the stage. The seconds are those of the work on its units, at the
-    ``speed`` of its device, and of its own part in the messages at both of its ends. Nothing crosses before the first
-    unit and after the last. The seconds of a stage's units are added from left to right, never as a difference of two
-    sums that start elsewhere, so equal costs tie to the last bit.
+    The indices are the first and the last unit of the stage. Counted are its units' work, at the ``speed`` of its
+    device, and its part in the messages at both ends, except at the model's ends. The seconds of units are added from
+    left to right, not as a difference of sums that start elsewhere, so equal costs tie to the last bit.
     """
     is_split = held.deferred > 0
     again = [held.recomputes * (unit.forward - unit.loading) for unit in units]
@@ -283,17 +285,17 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
 def update_seconds(units: Sequence[UnitCost], *, copies: int = 0) -> float:
     """Return the seconds at the end of a group, for a stage of ``units``.
 
-    They are divided by M if ``UnitCost.update`` is. ``copies`` is the number of weight copies made at each update.
+    If ``UnitCost.update`` is divided by M, so is the result. ``copies`` weight copies are made at each update.
     """
     fixed = max((unit.update_fixed for unit in units), default=0.0)
     return fixed + sum(unit.update + copies * unit.copy for unit in units)
 
 
 def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, Floats]:
-    """Return the seconds [n, n] for updates and gradient sums of tied copies.
+    """Return the seconds for (updates, gradient sums) of tied copies.
 
-    The updates are divided by M, as ``UnitCost.update``. Sums are counted once per update. A stage of a tie sends its
-    part and takes the sum, or the other way round.
+    Both are [n, n], by the first and the last unit of a stage. Updates are divided by M, as ``UnitCost.update``; sums
+    are per update. A stage of a tie sends its part and receives the sum, or the other way round.
     """
 
     def of_copy(first: UnitCost, nbytes: int) -> float:
@@ -308,12 +310,11 @@ def tied_seconds(units: Sequence[UnitCost], machine: Machine) -> tuple[Floats, F
 def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_copies: float) -> Floats:
     """Return the peak bytes [n, n] of a stage, rounded up.
 
-    The indices are the first and the last unit of the stage. The bytes are those of: the activations of each graph and
-    its share of the inputs; the stored inputs; the parameters as weights, as gradients, as each copy of the optimizer,
-    as each older version and its gradients; the buffers of messages, those received, taken or posted, and those sent
-    that are kept, unless a graph keeps them anyway; the tensors kept for deferred gradients; copies of weights of
-    another stage, and their sums of gradients; and the work of one backward at a time. Inputs of the model itself are
-    counted where a unit keeps them.
+    The indices are the first and the last unit of the stage. Counted are (1) the activations and inputs of each graph,
+    and stored inputs; (2) parameters as weights, gradients, optimizer state, and older versions with their gradients;
+    (3) buffers of received and posted messages, and of sent messages that no graph keeps; (4) tensors for deferred
+    gradients; (5) copies of tied weights, and their summed gradients; (6) the work of one backward. A model input
+    counts in the unit that keeps it.
     """
     # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
@@ -340,7 +341,7 @@ OfTie = Callable[[UnitCost, int], float]  # of the first unit of a tie, and the 
 def _of_ties(units: Sequence[UnitCost], *, first: OfTie = lambda unit, nbytes: 0.0, later: OfTie) -> Floats:
     """Return the extra cost [n, n] of tied weights.
 
-    It counts for stages that hold only the first unit of a tie (``first``) or only a later one (``later``).
+    ``first`` gives the cost of a stage with only the first unit of a tie, ``later`` of one with only a later unit.
     """
     added = np.zeros((len(units), len(units)))
     for place, unit in enumerate(units):
@@ -351,17 +352,17 @@ def _of_ties(units: Sequence[UnitCost], *, first: OfTie = lambda unit, nbytes: 0
 
 
 def _at_starts(values: Sequence[float]) -> Floats:
-    """Return the value of the unit before each stage [n, 1], 0 at the start."""
+    """Return [n, 1]: for each first unit the value of the unit before, or 0."""
     return np.array([0.0, *values[:-1]])[:, None]
 
 
 def _at_stops(values: Sequence[float]) -> Floats:
-    """Return the value of each stage's last unit [n], 0 at the model's end."""
+    """Return [n]: for each last unit its value, 0 at the end of the model."""
     return np.array([*values[:-1], 0.0])
 
 
 def _of_stages(join: np.ufunc, values: Sequence[float]) -> Floats:
-    """Return [n, n] with values i to j, joined in order, as entry [i, j]."""
+    """Return [n, n]: entry [i, j] joins the values i to j, in order."""
     rows = np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1)))
     joined: Floats = join.accumulate(rows, axis=1)
     return joined

@@ -16,10 +16,10 @@ Found = TypeVar("Found")
 
 
 def flops_sizes(chain: Chain, num_stages: int, *, opens: bool = True) -> list[int]:
-    """Return the units of each stage for the least work on the slowest one.
+    """Return each stage's number of units, for least work on the slowest.
 
-    Cuts lie between blocks. Where that is too uneven, or leaves too few places, they also lie inside, if it ``opens``
-    blocks.
+    Cuts lie between blocks. They also lie inside blocks if there are too few places between them, or if the work would
+    be too uneven and ``opens`` is set.
     """
     sizes = _best(chain, num_stages, opened=())
     opened: set[int] = set()
@@ -44,15 +44,15 @@ def loads_of(chain: Chain, sizes: Sequence[int]) -> list[float]:
 
 
 def slowest_above_mean(chain: Chain, sizes: Sequence[int]) -> float:
-    """Return the excess of the most work over the mean, as a share of it."""
+    """Return the slowest stage's work divided by the mean work, minus 1."""
     return max(loads_of(chain, sizes)) * len(sizes) - 1
 
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Return the units of each stage for equal numbers of blocks.
+    """Return each stage's number of units, for equal numbers of blocks.
 
-    If blocks may be opened, the numbers of units are equal. The last stages take one more where the number does not
-    divide.
+    With granularity ``layer`` the numbers of units are equal instead. The last stages take one more if K does not
+    divide it.
     """
     of_blocks = chain.granularity == "block"
     few, extra = divmod(len(chain.block_names) if of_blocks else len(chain.units), num_stages)
@@ -99,12 +99,12 @@ def check_places(chain: Chain, num_stages: int) -> None:
 
 
 def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
-    """Return the units of each stage for a given ``balance``.
+    """Return each stage's number of units for the ``balance`` of the user.
 
-    It has K numbers of blocks, or the K-1 names where the next stage begins.
+    ``balance`` has K numbers of blocks, or the names of the K-1 units where stages 1 to K-1 begin.
 
     Raises:
-        PartitionError: If the numbers or names do not fit the model, or it cannot be cut there.
+        PartitionError: If the numbers or names do not fit the model, or the model cannot be cut there.
     """
     if balance and all(isinstance(entry, str) for entry in balance):
         begins = [_unit_named(str(name), chain) for name in balance]
@@ -156,7 +156,7 @@ def begins_of(chain: Chain, sizes: Sequence[int]) -> list[str]:
 
 
 def _unit_named(name: str, chain: Chain) -> int:
-    """Return the unit ``name``, or the first one of that block or module."""
+    """Return the index of the unit ``name``, or of that module's first unit."""
     for unit, known in enumerate(chain.units):
         if known == name or known.startswith(f"{name}."):
             return unit

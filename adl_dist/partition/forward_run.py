@@ -1,8 +1,7 @@
 """One forward of one stage, with results of other stages.
 
 Calls of this stage are computed. Other results are received, computed again or absent. An absent value has a shape and
-a dtype. A request for its elements is an error with the user's line. Values that a call of this stage needs have been
-received.
+a dtype. A request for its elements is an error with the user's line. Values that this stage needs have been received.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +95,7 @@ class ForwardRun:
 
     Attributes:
         stage: the StageModule whose forward it is.
-        frame: the plan of the calls in the forward that is followed now; None inside a call that runs as a whole.
+        frame: the plan of the calls in the forward being followed; None inside a call that runs as a whole.
         failure: an error that the forward may have caught.
     """
 
@@ -128,7 +127,7 @@ class ForwardRun:
     # Begin and end
 
     def begin(self, acts: Tensors) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take the incoming activations and return the model's arguments."""
+        """Return the model's (args, kwargs) from the incoming activations."""
         stage, mode = self.stage, self.mode
         if stage.keep_tape:
             self.tape = Tape(acts)
@@ -216,7 +215,7 @@ class ForwardRun:
                 yield name, home, module, tensor
 
     def _begin_state(self) -> None:
-        """Turn model state that forwards compute from the batch into values."""
+        """Turn model tensors that forwards compute from the batch into values."""
         for name, home, module, tensor in self._state_tensors():
             label = state_label(name)
             if home == self.index:
@@ -375,7 +374,7 @@ class ForwardRun:
         return map_tensors(arrived, out)
 
     def _value_of(self, tensor: Tensor, mark: Mark) -> Tensor:
-        """Return a received tensor as a value, copied if this stage writes to it."""
+        """Return a received tensor as a value, copied if its memory is written to."""
         if type(tensor) is not Value and mark.label is not None:
             if mark.label in self.mode.overwritten:
                 tensor = self._cloned(tensor)
@@ -390,7 +389,7 @@ class ForwardRun:
         return clone
 
     def play(self, tape: Tape, acts: Tensors) -> Any:
-        """Repeat the calls of ``tape`` for ``acts``."""
+        """Repeat the calls of ``tape`` for ``acts``, and return the result."""
         if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
         return tape.play(acts, self._stream, lambda name: tensor_named(self.stage, name))
@@ -449,7 +448,7 @@ class ForwardRun:
     ) -> Any:
         """Run a call with its ``values`` as plain tensors.
 
-        All of them must be present. If the call ``draws``, it uses the stage's own random streams.
+        None of these may be absent. If the call ``draws``, it uses the stage's own random streams.
         """
         for leaf in values:
             turn_into(leaf, Tensor)
@@ -546,7 +545,7 @@ class ForwardRun:
         return self.path, name, (*last.key[1:], count) if last is not None else ("", 0, count)
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a function of a value or of another stage's parameter."""
+        """Run a function of values of the batch or of foreign parameters."""
         name, kind = kind_of(func)
         with native():
             if kind is Kind.ASK:
@@ -637,7 +636,7 @@ class ForwardRun:
             mark.absent = False
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return shape, stride and requires_grad of ``target`` after a write."""
+        """Return (shape, stride, requires_grad) of ``target`` after a write."""
         try:
             key = label, torch.is_grad_enabled(), signature((args, kwargs))
             if key not in self.stage.written:
@@ -779,9 +778,9 @@ class ForwardRun:
 
 
 class _Watcher(TorchFunctionMode):
-    """A mode that follows functions independent of the batch, if necessary.
+    """A mode that follows functions which do not depend on the batch.
 
-    Memory that values of the batch will be written to becomes a value, and a tape notes functions of parameters.
+    Memory that will receive values of the batch becomes a value. A tape notes functions of parameters.
     """
 
     def __init__(self, run: ForwardRun) -> None:
@@ -810,7 +809,7 @@ class _Watcher(TorchFunctionMode):
 
 
 class _Handle:
-    """A stand-in for the handle of a hook registered on another stage."""
+    """A handle of a hook that was registered on another stage, not here."""
 
     def remove(self) -> None:
         """Do nothing."""

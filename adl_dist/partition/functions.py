@@ -63,7 +63,7 @@ def writes_to(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 
 def answer_of_device(name: str, device: torch.device) -> Any:
-    """Return the answer of a tensor on ``device`` to a question of ASK_DEVICE."""
+    """Return the answer of a tensor on ``device`` to ``name`` of ASK_DEVICE."""
     answers = {"device": device, "get_device": -1 if device.index is None else device.index}
     return answers.get(name, name == f"is_{device.type}")
 

@@ -9,7 +9,7 @@ LEAST_GAIN = 0.25
 
 
 def is_uneven(loads: Sequence[float]) -> bool:
-    """Return whether K stages with these ``loads`` hardly outrun one."""
+    """Return whether K stages with these ``loads`` are hardly faster than one."""
     return sum(loads) < (1 + LEAST_GAIN * (len(loads) - 1)) * max(loads)
 
 

@@ -22,9 +22,9 @@ def is_openable(module: nn.Module) -> bool:
 
 
 def place_of_call(module: nn.Module, has_hooks: bool) -> tuple[str, Callable[..., Any]]:
-    """Return the attribute of ``module`` to intercept, and its present value.
+    """Return (name of the attribute to intercept, its present value).
 
-    Forward hooks are the caller's: they run on each stage, before and after the forward.
+    With forward hooks the attribute is ``forward``, so that the hooks run on each stage.
     """
     if has_hooks and is_openable(module):
         return "forward", module.forward

@@ -44,12 +44,15 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     Args:
         model: the uncut model, on its device.
         chain: its units. Cuts that turn out to be impossible are added to ``chain.forbidden``.
-        input_: a micro-batch.
+        input_: the inputs of a micro-batch, [B, ...].
         target: its targets, [B, ...].
         loss_fn: the mean loss of an output and ``target``, counted to the last unit.
-        optimizer: makes the optimizer of some parameters.
-        of: the identity of the measurement.
+        optimizer: makes an optimizer of the parameters that it is given.
+        of: the identity of the measurement, as in :class:`Profile`.
         within: makes the context of forward and loss.
+
+    Returns:
+        The profile, with the times of each unit and of the whole model.
     """
     # Before anything else: more tensors in memory would make its allocations cheaper than in training.
     forward, backward = pace(model, input_, target, loss_fn, within)
@@ -72,7 +75,7 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
 def pace(
     model: nn.Module, input_: Batch, target: Batch, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
-    """Return the mean forward and backward seconds of a copy of ``model``."""
+    """Return the mean (forward, backward) seconds of a copy of ``model``."""
     twin = copied_model(model).train()
 
     def once() -> tuple[float, float]:
@@ -90,7 +93,7 @@ def pace(
 
 
 def _repeated(measured: Callable[[], Figures], device: torch.device) -> list[Figures]:
-    """Repeat a measurement while there is time, and drop the warm-up rounds."""
+    """Return results of ``measured``, repeated after rounds of warm-up."""
     warm = time.perf_counter() + (GPU_WARMUP_SECONDS if device.type == "cuda" else 0.0)
     for _ in range(WARMUP):
         measured()
@@ -118,12 +121,12 @@ def _updates(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
 ) -> tuple[list[_Update], float]:
-    """Return each unit's seconds at the end of a group, and optimizer bytes.
+    """Return (each unit's seconds at the end of a group, optimizer bytes).
 
-    The bytes are per byte of parameters. The end of a group is norm, step and cleared gradients. Each unit is measured,
-    because rules differ: Muon takes long for a matrix, and AdamW a moment for an embedding. The time of the smallest
-    parameter is the fixed part: on a GPU nearly all of it may be launches, which are as many for a small stage as for
-    the whole model.
+    The bytes are per byte of parameters. At the end of a group the norm is computed, the optimizer steps, and gradients
+    are cleared. Each unit is measured, because rules differ: Muon takes long for a matrix, and AdamW a moment for an
+    embedding. The time of the smallest parameter is the fixed part: on a GPU nearly all of it may be launches, which
+    are as many for a small stage as for the whole model.
     """
     owned: list[list[nn.Parameter]] = [[] for _ in chain.units]
     firsts = first_units(model, chain)

@@ -69,9 +69,9 @@ def best_cut(
 
     If ``sizes`` are given, return the costs of that cut instead; see :func:`best_balance`.
 
-    Where links take time, the pace of the slowest part is not all: a pipeline that flushes also waits for its first and
-    its last messages, and short delays leave no room for long ones. So it is also cut as for slower links, over which
-    less is sent, and the timing model says which of these cuts is best.
+    Where links take time, the slowest part does not decide by itself. A pipeline that flushes also waits for its first
+    and last messages, and short delays leave no room for long messages. So cuts for slower links, which send less, are
+    tried too, and the timing model chooses among all of them.
     """
     method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
     units = _units(profile, pipeline, machine)
@@ -118,7 +118,7 @@ def best_cut(
 def _waiting_sums(pipeline: Pipeline) -> int:
     """Return the most gradient sums of tied weights that a stage keeps.
 
-    The first and the last stage hold these weights. The sums are those that are not due yet, one that is on its way,
+    The tie is assumed to join the first and the last stage. Counted are the sums that are not due yet, one on its way,
     and one that is being applied.
     """
     K = pipeline.num_stages
@@ -135,8 +135,8 @@ def with_delays(
 ) -> Pipeline:
     """Return ``pipeline`` with the least delays that keep full speed.
 
-    Only delays that the method leaves open are chosen, for the best cut. If these are staler than the method allows,
-    the fastest delays within that limit are chosen.
+    Delays are chosen only if the method leaves them open, for the cut ``sizes`` or else the best one. If they are
+    staler than the method allows, the fastest delays within its limit are chosen.
     """
     if not pipeline.method.awaits_delays:
         return pipeline
@@ -161,7 +161,7 @@ def predict(
 ) -> Prediction:
     """Predict a run of ``pipeline`` at the micro-batch size of ``profile``.
 
-    If ``sizes`` is None, the model is cut where it is best. Open delays are chosen by :func:`with_delays`.
+    The cut is ``sizes``, or the best one if None. Open delays are chosen by :func:`with_delays`.
 
     Raises:
         PartitionError: If no cut is possible, or none fits into memory.
@@ -215,7 +215,7 @@ def _seconds_per_update(units: Sequence[UnitCost], balance: Balance, pipeline: P
 
 
 def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Machine) -> float:
-    """Return a link's busy seconds for the parts or sums of tied gradients."""
+    """Return a link's busy seconds per update for gradients of tied weights."""
     stage_of = [k for k, size in enumerate(balance.sizes) for _ in range(size)]
     pairs = [
         (stage_of[other], k, nbytes) for unit, k in zip(units, stage_of, strict=True) for other, nbytes in unit.tied
@@ -261,7 +261,7 @@ def _costs(units: Sequence[UnitCost], balance: Balance, pipeline: Pipeline, mach
 
 
 class Throughput(NamedTuple):
-    """Seconds of the whole model; ``forward`` includes the wait for data."""
+    """The seconds of the whole model for ``samples``, with waits for data."""
 
     samples: int
     forward: float
@@ -280,7 +280,7 @@ class Alternative:
 
     @property
     def best(self) -> float:
-        """The images per second of the faster of the two."""
+        """The images per second of one device or of DDP, the faster of the two."""
         return max(self.single, self.ddp)
 
 
@@ -289,8 +289,9 @@ def alternative(
 ) -> Alternative:
     """Predict one device, and data parallelism (DDP) with the same batch.
 
-    With DDP, each of n replicas works on its ``share`` of the ``whole`` batch. Gradients are summed by a ring (2
-    (n-1)/n of the parameters' bytes over each link) while the backward runs, and the longer of the two counts.
+    ``whole`` has the seconds of one device for the batch, ``share`` those of one of n DDP replicas for its n-th of the
+    batch. Gradients are summed by a ring (2 (n-1)/n of the parameters' bytes over each link) while the backward runs,
+    and the longer of the two counts.
     """
     update = update_seconds(profile.units)
     update_of_share = update_seconds(profile.with_stages(num_devices).units)

@@ -2,8 +2,8 @@
 
 The model runs for real on a few micro-batches, in training and in evaluation. A *call* is that of a module, or of a
 torch function between modules, that computes with values of the batch. Functions that do not depend on values of the
-batch (masks of whole-number inputs, positions, tables) are no calls: every stage runs them again. The Python of the
-forward is not recorded, because stages also run it again.
+batch (masks of whole-number inputs, positions, tables) are not recorded as calls, because every stage runs them again.
+Stages also run the Python of the forward again, so that it is not recorded either.
 """
 
 import sys
@@ -47,7 +47,8 @@ def record_forward(model: nn.Module, batches: Sequence[Batch]) -> Recording:
     The runs change the model and the random streams. Tensors on meta stay without elements.
 
     Raises:
-        PartitionError: If the model's own forward asks for elements of a value that differ between micro-batches.
+        PartitionError: If the model's own forward cannot be followed, or the model has lazy parameters or backward
+            hooks.
     """
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise PartitionError(
@@ -137,7 +138,14 @@ def _is_plain(module: nn.Module) -> bool:
 
 @dataclass
 class _Fact:
-    """The known origin of a tensor: its label, or parameters and inputs."""
+    """The known origin of a tensor.
+
+    Attributes:
+        label: the label of a value of the batch; None for other tensors.
+        uses: names of the parameters and buffers that another tensor was computed from.
+        common: places of the whole-number inputs that it was computed from.
+        begin: the number of calls that had begun when it was made.
+    """
 
     label: Label | None = None
     uses: frozenset[str] = frozenset()
@@ -149,7 +157,7 @@ NOTHING = _Fact()
 
 
 class _Frame:
-    """A forward that is being followed."""
+    """A forward that is being followed, with the counts of its calls."""
 
     __slots__ = ("begin", "call", "counts", "draws", "given", "path", "segment", "since")
 
@@ -296,7 +304,7 @@ class Recorder(TorchFunctionMode):
     def _order_runs(self) -> None:
         """Merge the order of this run's calls into that of all runs.
 
-        A call that this run lacks stays after the one before it.
+        A call that this run lacks stays right after the call that it followed before.
         """
         if self._first is not None and self._first != self._order:
             self.mode.decides = True
@@ -323,7 +331,7 @@ class Recorder(TorchFunctionMode):
     def is_left_out(self) -> bool:
         """Return whether a module that a draw may leave out was not called yet.
 
-        Those are the parts of a list, and of a module whose own forward draws.
+        A draw may leave out parts of a list, and of a module whose own forward draws.
         """
         called = {call.name: call.is_open for call in self.mode.calls.values() if call.is_module}
         whole = tuple(f"{name}." for name, is_open in called.items() if not is_open)
@@ -360,7 +368,7 @@ class Recorder(TorchFunctionMode):
     # Calls of modules
 
     def module(self, module: nn.Module, name: str, native_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Record the call of a module."""
+        """Record a call of a module, and return its result."""
         if self.inside is not None or torch._C._functorch.peek_interpreter_stack() is not None:
             return native_call(*args, **kwargs)
         with torch._C.DisableTorchFunction(), self._paused():  # or each question of a shape would come back to here
@@ -489,7 +497,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Note whether meta tensors predict the shapes of a result.
 
-        If not, its sizes are compared with those of the arguments.
+        If not, the sizes of the result must follow from those of the arguments.
         """
         is_known = type(module) in OF_SHAPES and getattr(module, "momentum", 0.0) is not None
         if is_known or (self.is_lazy and module is None):
@@ -525,7 +533,7 @@ class Recorder(TorchFunctionMode):
         return self.inside is None and not self.is_paused
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a call that torch does not hand to modes."""
+        """Record the call of an autograd function, which no torch mode sees."""
         with self._paused():
             return self._function(func, args, kwargs)
 
@@ -710,7 +718,7 @@ class Recorder(TorchFunctionMode):
                 frame.call.has_effects = True
 
     def _note_draws(self) -> None:
-        """Note the random numbers drawn by Python since the last call."""
+        """Note random numbers that were drawn outside calls since the last call."""
         now = self._streams()
         self._note_common_draws(now.difference(self._drawn))
         self._drawn = now
@@ -741,7 +749,10 @@ OBJECTS = (torch.dtype, torch.device, torch.Size, slice, type(Ellipsis), torch.m
 
 
 def is_common(tensor: Tensor) -> bool:
-    """Return whether an input goes to all its users: integers and masks."""
+    """Return whether an input tensor holds whole numbers or booleans.
+
+    Such an input goes to all stages that use it.
+    """
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -757,9 +768,9 @@ def _lists_in(value: Any) -> list[Any]:
 
 
 def _python_state(parts: Sequence[nn.Module]) -> list[Any]:
-    """Return the attributes of the modules ``parts`` and their plain objects.
+    """Return the Python state of the modules ``parts``, to be compared.
 
-    Numbers and strings are kept as they are. Of other attributes, the id and the length are kept.
+    Numbers and strings, also those in plain objects, stand for themselves. Any other attribute gives its id and length.
     """
     seen: list[Any] = []
     objects: dict[int, Any] = {}
@@ -792,7 +803,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def _on_meta(leaf: Any) -> Any:
-    """Return a tensor without elements for a tensor, and meta for a device."""
+    """Replace a tensor by one on meta, and a device by the meta device."""
     if isinstance(leaf, Tensor):
         return _to_meta(leaf)
     return META if isinstance(leaf, torch.device) else leaf

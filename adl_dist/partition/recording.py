@@ -36,14 +36,14 @@ class Call:
         uses: names of the parameters and buffers that it computes with.
         moves: names of the buffers that a module as a whole changes.
         common: places of the whole-number inputs that it computes with.
-        writes: memory that it writes to.
+        writes: numbers of the memory that it writes to.
         draws: whether it draws random numbers.
         varies: whether its caller sets attributes that its results may depend on.
         has_effects: whether it changes more than its results, so that every stage must run it.
         is_hidden: whether it computes with a value that is not among its arguments.
-        answers: the numbers that it answered in all runs.
+        answers: the numbers that it returned to Python in all runs.
         checkpoint: the call of torch.utils.checkpoint that it is in, or 0.
-        recorded: its results, without elements.
+        recorded: shapes and dtypes of its results.
         flops, nbytes: floating-point operations, and bytes read and written, of one forward.
     """
 
@@ -108,7 +108,7 @@ class ModeRecord:
     """The runs of a model in training, or in evaluation.
 
     Attributes:
-        calls: those of all runs by their keys, in the order in which they begin.
+        calls: the calls of all runs by key, in the order in which they begin.
         shapes: of each label, the shapes in the runs.
         inputs, dtypes: the shapes of the inputs in the runs, and their dtypes.
         nbytes: of each label, its bytes for one sample.
@@ -118,7 +118,7 @@ class ModeRecord:
         readers: for each run the calls that compute with each label; None stands for the result.
         uses, common: names of parameters, and places of whole-number inputs, that the result also depends on.
         asked: places of whole-number inputs whose elements Python asks for.
-        state: labels of the values that tensors of the model have after a run.
+        state: for each tensor of the model that is a value of the batch after a run, by name, the label of that value.
         decides: whether micro-batches may take different paths.
         deciders: paths of forwards that ask for random numbers, which may decide what they call.
         draws: the random streams of draws that do not depend on the batch.
@@ -149,18 +149,18 @@ class Recording:
     """The recorded behaviour of a model in training and in evaluation.
 
     Attributes:
-        modes: by ``training``.
+        modes: the runs in training (True) and in evaluation (False).
         state: names of tensors of the model that the forward writes values of the batch to, and reads.
-        births: by ``training``, keys of functions whose results the forward writes values of the batch to.
+        births: for each of these modes, keys of functions whose results the forward writes values of the batch to.
         whole: by the name of a module, why its forward cannot be followed.
-        closed: the same for the last runs; tried again when other modules are followed.
+        closed: the same, as found in the last runs; added to ``whole`` once nothing else is new.
         refused: why the model's own forward cannot be followed; empty if it can.
         opened: names of modules without children that are followed because of their effects.
         hooked: names of modules with forward hooks, which run around what is recorded; the first forward may add some.
         glue: names of buffers, and of tensors that are plain attributes, that every stage needs.
-        moved: those of them that a forward changes independently of the batch, each with the modules that change it in
-            their forwards.
-        predicted: calls with shapes that tensors on meta have predicted.
+        moved: the tensors that a forward changes independently of the batch, by name, each with the names of the
+            modules that change it.
+        predicted: keys of calls with shapes that meta tensors have predicted.
         templates: absent results of equal layers, for all stages and copies of them.
         device: the model's device.
     """
@@ -186,7 +186,7 @@ class Recording:
 def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``model``, or raise a PartitionError.
 
-    ``memo`` is that of :func:`copy.deepcopy`: objects by the id of those that they replace.
+    ``memo`` is that of :func:`copy.deepcopy`: by the id of an object, the copy that replaces it.
     """
     for module in model.modules():  # most dictionaries of a module are empty, and deepcopy takes its time for each
         memo |= {id(d): type(d)() for d in vars(module).values() if type(d) in (dict, OrderedDict) and not d}
@@ -200,7 +200,7 @@ def copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the distinct parameters, buffers and attribute tensors, by name."""
+    """Yield (name, tensor) of distinct parameters, buffers and attributes."""
     seen = set[int]()
     for tensors in (model.named_parameters(), model.named_buffers(), _attributes(model)):
         for name, tensor in tensors:

@@ -1,8 +1,8 @@
 """One stage of a model: its forward with only the calls of this stage.
 
 The stage has a copy of the model's Python objects. In it, parameters and buffers of this stage are the model's own
-tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and a
-question about their elements is an error with the line. Where a call of this stage needs one, it is received.
+tensors; parameters of other stages are on meta. Values of other stages are absent: they have a shape and a dtype, and
+asking for their elements is an error with the user's line. A value that a call of this stage needs is received.
 """
 
 import copy
@@ -56,8 +56,9 @@ class StageModule(_Part):
         plan: the plan of all stages.
         units: names of its units.
         copies: names of the parameters that an earlier stage also holds, and that this one has a copy of.
-        seeds: seeds of the streams ``torch``, ``python`` and ``numpy`` for draws that do not depend on the batch,
-            and for draws that do; set for each micro-batch by the stage that trains it, as :attr:`draws` asks.
+        seeds: (seeds for draws that do not depend on the batch, seeds for draws that do), each by stream: ``torch``,
+            ``python``, ``numpy``. The stage that trains this module sets them for each micro-batch if :attr:`draws`
+            asks for them.
         keep_tape: whether a forward leaves its calls in ``tape``, for ``forward(*acts, replay=tape)``.
     """
 
@@ -119,7 +120,7 @@ class StageModule(_Part):
         object.__setattr__(self, name, value)
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
-        """Return this stage's version of a tensor of the model."""
+        """Return a tensor of the model for this stage: itself, a copy or on meta."""
         index = self.index
         if isinstance(tensor, nn.Parameter):
             if index not in stages:
@@ -246,7 +247,7 @@ class StageModule(_Part):
     def draws(self) -> tuple[frozenset[str], frozenset[str]]:
         """The random streams that this stage draws from in any mode.
 
-        The first set is for draws that do not depend on the batch, the second for those that do.
+        The first set is for draws that do not depend on the batch, the second for draws that do.
         """
         modes = self.plan.modes.values()
         common, own = (

@@ -1,4 +1,4 @@
-"""The plan of stages: their calls, their tensors, and cut crossings."""
+"""The plan of all stages: their calls, their tensors, and cut crossings."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -116,9 +116,9 @@ class CallPlan:
         written: positions of the argument tensors that a module writes to.
         follows: whether the stage that has the last of its arguments makes the call.
         is_plain: whether it does nothing but compute its result on one stage.
-        repeats: whether later stages make this view again, because less crosses the cuts then.
+        repeats: whether later stages make this view again, so that less crosses the cuts.
         frame: the plan of the calls inside, if stages follow them.
-        dtypes: those of the tensors in the result.
+        dtypes: the dtypes of the tensors in the result.
     """
 
     key: Key
@@ -148,7 +148,7 @@ class FramePlan:
     functions: dict[str, dict[Any, CallPlan]] = field(default_factory=dict)
 
     def callers(self, stages: set[int]) -> Iterator[tuple[str, set[int]]]:
-        """Yield the modules inside, each with the ``stages`` that run its forward."""
+        """Yield (module name, ``stages`` that run its forward) for calls inside."""
         for name, plans in self.modules.items():
             for planned in plans:
                 inside = stages
@@ -165,7 +165,8 @@ class ModePlan:
 
     Attributes:
         root: the calls of the model's own forward.
-        crossing: by edge, the labels of each value that crosses it: that of the call, and of the modules around.
+        crossing: by edge, the labels of each value that crosses it: first its own, then those that it has as a result
+            of modules around its call.
         sizes: by edge, for each dimension of each input, its size or the (slot, dimension) that has it; None if the
             shapes are sent.
         state: by the name of a tensor that the forward changes with values of the batch, the stage that holds it.
@@ -198,7 +199,7 @@ class StagePlan:
     """The plan of a model on K stages.
 
     Attributes:
-        modes: by ``training``.
+        modes: the plans for training (True) and for evaluation (False).
         holders: for each tensor of the model, the stages that compute with it, the first of which saves it; for a
             module's extra state, the stages that run its forward.
         everywhere: names of buffers of which each stage has a copy.
@@ -247,7 +248,7 @@ def plan_stages(recording: Recording, units: Sequence[Unit], sizes: Sequence[int
 
 
 def _stages_of_units(main: ModeRecord, units: Sequence[Unit], sizes: Sequence[int]) -> dict[Key, int]:
-    """Return the stage of each unit, and of calls before it in its block."""
+    """Return the stage of each unit, and of calls before a block's first unit."""
     stages = (stage for stage, size in enumerate(sizes) for _ in range(size))
     stage_of = {unit.call.key: stage for unit, stage in zip(units, stages, strict=True)}
     first = {_block_of(unit.call).key: stage_of[unit.call.key] for unit in reversed(units)}
@@ -261,7 +262,10 @@ def _stages_of_units(main: ModeRecord, units: Sequence[Unit], sizes: Sequence[in
 
 
 def _users(planned: Iterable["_Assignment"], state: Mapping[str, int]) -> dict[str, set[int]]:
-    """Return the stages that use each tensor, or write to it (``state``)."""
+    """Return the stages that use each tensor, or write to it (``state``).
+
+    Raise CutImpossibleError if a buffer that the forward changes has several.
+    """
     users: dict[str, set[int]] = {}
     for assigned in planned:
         for name, stages in assigned.users().items():
@@ -400,9 +404,9 @@ class _Assignment:
             self.state[name] = stage
 
     def _repeat_views(self) -> set[Key]:
-        """Return the views that later stages repeat, so that less is sent.
+        """Return the keys of views that later stages repeat, so that less is sent.
 
-        These are several views that are together as large as their source, or views of a source that crosses anyway.
+        Views are repeated if their source crosses anyway, or if several of them are together as large as their source.
         """
         repeated: set[Key] = set()
         written = {memory for call in self.mode.calls.values() for memory in call.writes}
@@ -499,7 +503,7 @@ class _Assignment:
         ]
 
     def _check_alike(self, edge: int, crossing: Sequence[Label]) -> None:
-        """Raise CutImpossibleError if kinds of ``crossing`` tensors vary by run."""
+        """Raise CutImpossibleError if dtypes or dimensions vary between runs."""
         kinds = set()
         for readers in self.mode.readers if self.mode.decides else ():
             stages = {label: [self._reads_on(key) for key in readers.get(label, ())] for label in crossing}

@@ -22,7 +22,7 @@ class _Number(int):
 class Tape:
     """The calls of one stage in one forward.
 
-    The only tensors it holds are parameters and those that do not depend on the batch.
+    Besides parameters it holds only tensors that do not depend on the batch.
     """
 
     def __init__(self, acts: Tensors) -> None:
@@ -46,7 +46,7 @@ class Tape:
         return id(tensor) in self._numbers
 
     def same(self, tensor: Tensor, other: Tensor) -> None:
-        """Note that ``tensor`` is the same as the object ``other``."""
+        """Note that ``tensor`` and ``other`` stand for the same value."""
         self._numbers[id(tensor)] = self._number(other)
         self._alive.append(tensor)
 
@@ -57,10 +57,10 @@ class Tape:
     def note(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any, *, draws: Any = None) -> None:
         """Note one call with its arguments and result.
 
-        If the call draws, ``draws`` is True for the stage's own streams, or the state of the common ones.
+        ``draws`` is True if the call draws from the stage's own streams, or the state of the common streams.
 
         Raises:
-            PartitionError: If it computes with a tensor whose computation is not on the tape.
+            PartitionError: If the call computes with a tensor whose computation is not on the tape.
         """
         if isinstance(module := getattr(function, "__self__", None), nn.Module):
             for part in module.modules():
@@ -93,9 +93,9 @@ class Tape:
         """Repeat the calls and return the result.
 
         Args:
-            acts: Those of the forward.
-            stream: Returns a context for a call that draws random numbers, from the noted state of the streams.
-            buffer: Returns a buffer of the stage, as the forward met it.
+            acts: The incoming activations of the forward.
+            stream: Takes the ``draws`` of a call, and returns a context with the random streams for it.
+            buffer: Takes a name, and returns this buffer of the stage as the forward met it.
         """
         made: dict[int, Tensor] = dict(zip(self._inputs, acts, strict=True))
         for number, kept in self._buffers.items():

@@ -19,9 +19,11 @@ class Mark:
     """The label of a value, the first stage that has it, and its absence.
 
     Attributes:
-        label: None if it does not depend on the batch, but on parameters or inputs that this stage lacks.
+        label: None if the value does not depend on the batch, but on parameters or inputs that this stage lacks.
+        stage: the first stage that has the value.
+        absent: whether this stage lacks the value's elements.
         data: the tensor that this stage has made from an absent value by writing to it.
-        cache: the results from which it comes, if it is used again in each micro-batch.
+        cache: the results that the value comes from, if it is used again in each micro-batch.
     """
 
     __slots__ = ("absent", "cache", "data", "label", "stage")
@@ -114,13 +116,13 @@ def as_tensor(tensor: Tensor) -> Tensor:
 
 
 def absent_tensor(shape: Any, stride: Any, dtype: torch.dtype, *, requires_grad: bool) -> Tensor:
-    """Return a tensor on meta, without elements."""
+    """Return a meta tensor of this shape, stride and dtype, without data."""
     made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return made.requires_grad_() if requires_grad else made
 
 
 def foreign_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the meta stand-in of ``parameter`` for other stages."""
+    """Return a meta parameter like ``parameter``, for stages without it."""
     made = nn.Parameter(
         torch.empty_like(parameter, device="meta", requires_grad=False), requires_grad=parameter.requires_grad
     )

@@ -18,8 +18,8 @@ class Work(TorchDispatchMode):
     """A mode that counts the work of the operators inside.
 
     Attributes:
-        flops: by the table of torch's FlopCounterMode.
-        nbytes: of arguments and results, except those of views.
+        flops: floating-point operations, by the table of torch's FlopCounterMode.
+        nbytes: bytes of arguments and results, except those of views.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Work(TorchDispatchMode):
     def attention(self, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run a call of ATTENTION, count it by its shapes, and return its result.
 
-        Its operators, and what they read and write, depend on the device.
+        The operators inside it, and the bytes that they read and write, depend on the device.
         """
         flops, nbytes = self.flops, self.nbytes
         out = run()

@@ -24,7 +24,7 @@ class TrainerState:
         epoch: whole epochs done.
         metrics: figures by name: ``train_loss`` and others of the update or epoch; ``validation_loss`` and others in
             ``on_epoch``, ``on_checkpoint`` and ``on_end``; in ``on_start`` those of the checkpoint.
-        checkpoint: the folder of the completed checkpoint, in ``on_checkpoint``; a ``Path``, but for a URL.
+        checkpoint: the folder of the completed checkpoint, in ``on_checkpoint``; a ``Path``, except for a URL.
         summary: the content of ``summary.json``, in ``on_end``.
         stop: ends the run for the given reason, with the pipeline empty and everything saved.
     """
@@ -55,11 +55,11 @@ class Callback:
     def on_epoch(self, now: TrainerState) -> None:
         """Handle the end of an epoch or run, after its evaluation.
 
-        A checkpoint comes after it; that of several processes has the weights before it.
+        A checkpoint is completed after this call; that of several processes has the weights from before it.
         """
 
     def on_checkpoint(self, now: TrainerState) -> None:
-        """Handle a complete checkpoint; training may be further."""
+        """Handle a complete checkpoint; training may have continued meanwhile."""
 
     def on_end(self, now: TrainerState) -> None:
         """Handle the orderly end of the run."""
@@ -77,12 +77,12 @@ class EarlyStopping(Callback):
         *,
         best_is: str | None = None,
     ) -> None:
-        """Watch ``metric``, by default as the best checkpoint does.
+        """Watch ``metric``, by default the one that decides the best checkpoint.
 
         Args:
-            patience: evaluations without a better value.
-            metric: like ``validation_loss``.
-            best_mode: ``max`` or ``min``; if None, as known of the metric.
+            patience: evaluations without a better value until the run ends.
+            metric: a name like ``validation_loss``.
+            best_mode: ``max`` or ``min``; if None, that of a known metric.
             min_change: by how much a value must be better to count.
             best_is: the old name of ``best_mode``, until 0.5.0.
 
@@ -102,10 +102,7 @@ class EarlyStopping(Callback):
         self.best_value, self.waited = "", 0
 
     def on_start(self, now: TrainerState) -> None:
-        """End a run at once that has been ended before.
-
-        With more patience now it continues.
-        """
+        """End a resumed run at once if it has already waited for ``patience``."""
         self._stop(now)
 
     def on_epoch(self, now: TrainerState) -> None:
@@ -154,7 +151,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Any] = ()) -> None:
-        """Check and keep the callbacks; ConfigError if an object is not one."""
+        """Check and keep ``callbacks``; raise ConfigError for an invalid one."""
         if not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
             raise ConfigError(f"callbacks: expected a list of callbacks, got {callbacks!r}")
         for one in callbacks:
@@ -174,7 +171,7 @@ class Callbacks:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Whether there is any callback."""
         return bool(self._callbacks)
 
     @property
@@ -187,7 +184,7 @@ class Callbacks:
         self.asked, self._ask, self._now = None, ask, TrainerState(-1, 0)
 
     def call(self, event: str, now: TrainerState) -> None:
-        """Call ``event`` of all of them; CallbackError if one fails."""
+        """Call ``event`` of all callbacks; raise CallbackError if one fails."""
         for one in self._callbacks:
 
             def stop(why: str, one: Any = one) -> None:
@@ -200,7 +197,7 @@ class Callbacks:
             self._safely(one, event, now.update, replace(now, metrics=seen, stop=stop))
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Add a record of a stage; call ``on_update`` after those of an update."""
+        """Add a stage's record; if a new update begins, first call ``on_update``."""
         if not self._callbacks or not record["name"].startswith("train/"):
             return
         if record["update"] + 1 != self._now.update:
@@ -210,13 +207,13 @@ class Callbacks:
         self._now = replace(self._now, metrics=figures)
 
     def tell_update(self) -> None:
-        """Call ``on_update`` with the figures that have come, if any."""
+        """Call ``on_update`` with the figures since its last call, if any."""
         if self._now.metrics:
             now, self._now = self._now, replace(self._now, metrics={})
             self.call("on_update", now)
 
     def state(self, update: int) -> list[dict[str, Any]]:
-        """Return the states for a checkpoint."""
+        """Return the callbacks' names and states for a checkpoint."""
         found = [
             (one, self._safely(one, "state_dict", update)) for one in self._callbacks if hasattr(one, "state_dict")
         ]
@@ -232,7 +229,7 @@ class Callbacks:
                 self._safely(one, "load_state_dict", update, found["state"])
 
     def _safely(self, one: Any, event: str, update: int, *arguments: Any) -> Any:
-        """Call a method of a callback, if it has it; a state must fit into JSON."""
+        """Call the method ``event`` if ``one`` has it; a state must fit into JSON."""
         if not callable(method := getattr(one, event, None)):
             return None
         name = f"{type(one).__name__}.{event}"

@@ -34,8 +34,8 @@ def compare(
     Args:
         run_dirs: run folders, or folders that hold such folders.
         out: folder for comparison.md, comparison.csv, curves.svg and curves.png; by default nothing is written.
-        reference: folder of the run whose losses all others are to reach; by default for each run that of
-            backpropagation that is most like it, or the first run if there is none.
+        reference: folder of the run whose losses all others are to reach; by default, for each run, the most
+            similar run of backpropagation, or the first run if there is none.
         command: cited by comparison.md.
 
     Returns:
@@ -61,7 +61,7 @@ def compare(
 
 
 def folders_below(paths: Iterable[Path]) -> list[Path]:
-    """Return the run folders in or below ``paths``; ConfigError without any."""
+    """Return all run folders in or below each path, or raise ConfigError."""
     folders: dict[Path, None] = {}
     for path in paths:
         below = list[Path]()
@@ -75,7 +75,7 @@ def folders_below(paths: Iterable[Path]) -> list[Path]:
 
 
 def _distinct(runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
-    """Return ``runs`` without repetitions, and a line about each of these.
+    """Return ``runs`` without duplicates, and a line about each duplicate.
 
     Where equal settings and seed have different results, all runs of that label and K are labeled by their folders.
     """
@@ -99,7 +99,7 @@ def _distinct(runs: Iterable[Run]) -> tuple[list[Run], list[str]]:
 def write_comparison(
     folder: Path, runs: Sequence[Run], *, command: str, reference: Run | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """Write comparison.md, which is returned, comparison.csv and curves.
+    """Write comparison.md (returned as text), comparison.csv and curves.
 
     ``notes`` are lines about runs that are left out.
     """
@@ -203,9 +203,9 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
 
 
 def _difference(runs: Sequence[Run], near: Run, references: Sequence[Run], measure: Measure) -> str:
-    """Return the distance of the median to that of ``references``.
+    """Return the difference of the medians of ``runs`` and ``references``.
 
-    ``near`` is one of these.
+    ``near`` is one of ``references``.
     """
     values, reference_values = measure.values(runs), measure.values(references)
     is_reference = runs[0].method["name"] == REFERENCE
@@ -218,7 +218,7 @@ def _difference(runs: Sequence[Run], near: Run, references: Sequence[Run], measu
 def _csv_row(run: Run) -> dict[str, Any]:
     """Return the row of one run; missing figures stay empty.
 
-    Times and staleness are since its last start.
+    Times and staleness are since the run's last start.
     """
     summary, divergence = run.result, run.divergence if run.status == "diverged" else {}
     stages = summary.get("stages", [])

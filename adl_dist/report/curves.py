@@ -38,7 +38,7 @@ CROSS: Mapping[str, Any] = {"marker": "X", "markersize": 7, "markeredgecolor": "
 def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
     """Draw the median over seeds as a line, and their range as a band.
 
-    Each diverged run is drawn on its own, up to a cross.
+    Each diverged run has its own line, which ends with a cross.
     """
     labels = list(dict.fromkeys(run.label for run in runs))
     references = [run for run in runs if run.method["name"] == REFERENCE]
@@ -104,7 +104,7 @@ def _scaled(run: Run, measure: Measure) -> dict[float, float]:
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:
-    """Limit the panel to where the curves differ, after their steep begin."""
+    """Limit the panel to where the curves differ, after their steep beginning."""
     longest = max((epoch for run in runs for epoch in _scaled(run, measure)), default=1)
     ends = [_scaled(run, measure) for run in runs if run.status == "complete"]
     settled = [value for curve in ends for epoch, value in curve.items() if epoch > longest * STEEP]

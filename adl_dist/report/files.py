@@ -11,7 +11,7 @@ from pathlib import Path
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to ``path`` at the end.
 
-    It is a file or a folder. After an error it is removed instead.
+    The block creates a file or a folder there. After an error it is removed instead.
     """
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}.saving{path.suffix}")
     try:

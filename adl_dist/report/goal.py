@@ -66,10 +66,7 @@ class Goal:
             raise ConfigError(f"there is no metric '{self.metric}'{hint}; there are {', '.join(measured)}")
 
     def score(self, metrics: Mapping[str, float]) -> tuple[float, ...] | None:
-        """Return a score that is higher if ``metrics`` are better, or None.
-
-        None if the metric is missing.
-        """
+        """Return a tuple, larger for better ``metrics``; None without the metric."""
         if (self.metric or "validation_loss") not in metrics:
             return None
         if self.metric is None:

@@ -17,7 +17,7 @@ NOTE = (
 
 
 class Reached(NamedTuple):
-    """The training done when a loss was reached, linear between two records."""
+    """The training done when a loss was reached, linearly interpolated."""
 
     updates: float
     samples: float
@@ -30,7 +30,7 @@ class Reached(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """A loss of the reference, and the training that each of two runs needed."""
+    """A loss of the reference, and the training until each run reached it."""
 
     loss: float
     reference: Reached
@@ -38,7 +38,7 @@ class Goal(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """The samples of the run over those of the reference, or the updates."""
+        """The run's samples, or else updates, over those of the reference."""
         place = 1 if self.reference.samples else 0
         return None if self.run is None else self.run[place] / self.reference[place]
 
@@ -73,7 +73,7 @@ def overhead_note(runs: Sequence[Run], names: Mapping[str, str], reference: Run 
 
 
 def first_reach(curve: Sequence[Point], loss: float) -> Reached | None:
-    """Return the training at which a curve first has ``loss``, or None."""
+    """Return the training until a curve first falls to ``loss``, or None."""
     place = next((place for place, point in enumerate(curve) if point.value <= loss), None)
     if not place:
         return None if place is None else Reached.at(curve[0])
@@ -85,7 +85,7 @@ def first_reach(curve: Sequence[Point], loss: float) -> Reached | None:
 def nearest_reference(run: Run, runs: Sequence[Run]) -> Run:
     """Return the run of BP most similar to ``run``, or the first of ``runs``.
 
-    The model comes first, then the data, M, K and the seed.
+    The model decides first, then the data, M, K and the seed.
     """
     of_reference = [one for one in runs if one.method["name"] == REFERENCE]
     return min(
@@ -112,7 +112,7 @@ def overhead_rows(runs: Sequence[Run], names: Mapping[str, str], reference: Run 
     Args:
         runs: the runs.
         names: the name of each run, by its folder.
-        reference: the run that sets the goals, by default the nearest of BP.
+        reference: the run that sets the goals, by default the most similar run of BP.
     """
     table = []
     for run in runs:
@@ -127,9 +127,9 @@ def overhead_rows(runs: Sequence[Run], names: Mapping[str, str], reference: Run 
 
 
 def _losses(run: Run, reference: Run) -> tuple[str, list[Point], list[Point]]:
-    """Return which loss is compared, and the curves of it.
+    """Return the kind of loss to compare, and its curves of both runs.
 
-    It is that of the validation if that came often enough, otherwise the moving average of that of training.
+    It is the validation loss if that was measured often enough, otherwise the moving average of the training loss.
     """
     curves = [one.finite("validation/loss") for one in (run, reference)]
     if all(curves) and curves[1][0].update + 1 <= SHARES[0] * (curves[1][-1].update + 1):

@@ -28,7 +28,7 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
         costs: times of the actions; without them the axis counts ticks.
 
     Raises:
-        ConfigError: If it is another kind of file, there are too many ticks, or the file cannot be written.
+        ConfigError: If ``path`` is not an SVG file or cannot be written, or there are too many ticks.
     """
     if path.suffix != ".svg":
         raise ConfigError(f"--out {path} must end in .svg, of which browsers make other formats")

@@ -157,7 +157,7 @@ class Progress:
 
 
 class _Terminal:
-    """A stream that may be lost, or lack letters, without an error."""
+    """A stream that hides errors of a lost terminal or missing characters."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -171,11 +171,11 @@ class _Terminal:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: all is flushed."""
+        """Do nothing, because :meth:`write` flushes."""
 
 
 def _bar(out: IO[str]) -> Bar:
-    """Return a live line on the terminal ``out``, which keeps its cursor."""
+    """Build a progress bar on ``out`` that leaves the cursor visible."""
     console = Console(file=cast(IO[str], _Terminal(out)))
     console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # a killed process could not show it again
     figures = TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
@@ -189,7 +189,7 @@ PEAKS = {"peak_memory_bytes": "peak memory", "peak_active_bytes": "active", "pea
 
 
 def holders(summary: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the entries with peaks of memory in ``summary.json``."""
+    """Return the entries of ``summary.json`` that have peaks of memory."""
     found: Sequence[Mapping[str, Any]] = summary.get("processes", summary.get("stages", ()))
     return found
 

@@ -37,7 +37,7 @@ class Logger(Protocol):
         """Begin a run, or continue it from ``from_update`` on."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Take one line of metrics.jsonl."""
+        """Take one record of metrics.jsonl."""
 
     def flush(self) -> None:
         """Write all records taken so far."""
@@ -196,7 +196,7 @@ class MetricsWriter:
     def start(self, *, from_update: int, is_evaluated: bool = True) -> None:
         """Open the files, and drop records from ``from_update`` on.
 
-        These updates are now made again, and the evaluation before them unless ``is_evaluated``.
+        The run makes these updates again, and the evaluation before them unless ``is_evaluated``.
 
         Raises:
             ConfigError: If a logger cannot start.
@@ -242,7 +242,7 @@ class MetricsWriter:
     def write_of_update(self, record: dict[str, Any]) -> None:
         """Write a record of an update; figures of stages only every few updates.
 
-        Staleness is the mean since the record before.
+        Staleness is the mean since the last written record.
         """
         is_due = record["update"] % self._stages_every == 0
         if record["name"] == STALENESS:
@@ -255,7 +255,7 @@ class MetricsWriter:
             self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record."""
+        """Write one record to metrics.jsonl and to each logger."""
         if self._file is not None:
             self._append(self._file, json.dumps(record).encode() + b"\n")
         write = partial(self._each, lambda one: one.write(record))
@@ -306,9 +306,9 @@ class MetricsWriter:
 
 
 def _place_of(line: bytes) -> tuple[float, bool]:
-    """Return a record's update, and whether it is of an evaluation after it.
+    """Return (update, whether an evaluation) of a record, as its sort key.
 
-    An unreadable one comes after all others.
+    An unreadable record comes after all others.
     """
     try:
         record = json.loads(line)

@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def read_logs(folder: Path) -> list[Entry]:
-    """Return the log entries of all processes by time; OSError if unreadable."""
+    """Return all processes' log entries by time, or raise OSError."""
     texts = {path.stem: path.read_text(errors="replace") for path in sorted((folder / "logs").glob("rank*.log"))}
     entries = [Entry(rank, *found.group(1, 2, 3)) for rank, text in texts.items() for found in ENTRY.finditer(text)]
     return sorted(entries, key=lambda entry: entry.time)
@@ -158,13 +158,13 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings with dotted names; shapes of a model as its parameters."""
+        """The settings by dotted names; shapes of a model as parameter count."""
         flat = flatten(self.config)
         shapes = [flat.pop(key) for key in [*flat] if key.startswith("model.") and isinstance(flat[key], list)]
         return flat | ({"model.parameters": sum(map(math.prod, shapes))} if shapes else {})
 
     def finite(self, name: str) -> list[Point]:
-        """Return the points of a curve that are numbers."""
+        """Return the points of a curve that have finite values."""
         return [point for point in self.curves.get(name, ()) if math.isfinite(point.value)]
 
     def load(self, name: str, read: Callable[[Path], T], default: T) -> T:
@@ -204,7 +204,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def add_labels(runs: Sequence[Run]) -> None:
-    """Add the settings that differ to the labels.
+    """Add the settings in which ``runs`` differ to their labels.
 
     Raises:
         ConfigError: If the settings of a run are not known.
@@ -253,7 +253,7 @@ def _newest_update(folder: Path) -> int:
 
 
 def _curves(run: Run, path: Path) -> dict[str, list[Point]]:
-    """Read all records; the clock of training begins again with each segment."""
+    """Return all curves, with one clock of training for all segments."""
     records = list(_records(run, path))
     updates: dict[int, list[int]] = {}  # of each epoch
     for record in records:
@@ -283,7 +283,7 @@ def _curves(run: Run, path: Path) -> dict[str, list[Point]]:
 
 
 def _records(run: Run, path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the intact records of metrics.jsonl; note the number of others."""
+    """Yield intact records of metrics.jsonl; note how many are damaged."""
     num_damaged = 0
     with path.open(errors="replace") as file:
         for line in file:
@@ -310,7 +310,7 @@ def method_label(chosen: Mapping[str, Any]) -> str:
 def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether ``key`` has several values in comparable ``configs``.
 
-    Keys of the cut are compared for one K, those of an optimizer or the like for one class.
+    Keys of the cut are compared among runs of one K, keys of an optimizer or the like among runs of one class.
     """
     group = key.partition(".")[0]
     of = {f"{group}.name", f"{group}._target_", *(["partition.num_stages"] * (group == "partition"))} - {key}

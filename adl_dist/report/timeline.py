@@ -60,7 +60,7 @@ class Timeline:
 
     @classmethod
     def join(cls, parts: Sequence["Timeline"]) -> "Timeline":
-        """Join the stages of ``parts`` on a clock that begins with an action."""
+        """Join the stages of ``parts`` on a clock that starts at the first action."""
         stages = [stage for part in parts for stage in part.stages]
         zero = min(stage[0].begin for stage in stages)
         return cls(
@@ -74,7 +74,7 @@ class Timeline:
         )
 
     def write(self, folder: Path) -> None:
-        """Write it into ``folder``, unless only an existing one is steady.
+        """Write timeline.json; if it exists, only a steady timeline replaces it.
 
         Raises:
             OSError: If the file cannot be written.
@@ -96,12 +96,12 @@ class Timeline:
         return cls(**content, stages=stages)
 
     def median_seconds(self, stage: int, *ops: Op) -> float | None:
-        """Return the sum of the median times of some actions, or None."""
+        """Return the sum over ``ops`` of a stage's median seconds, or None."""
         times = [[each.end - each.begin for each in self.stages[stage] if each.op == op.value] for op in ops]
         return sum(median(of_op) for of_op in times if of_op) if any(times) else None
 
     def shares(self, stage: int) -> dict[str, float]:
-        """Return the shares of the time of ``stage``, which add up to 1."""
+        """Return the shares of ``stage``'s time by activity, which add up to 1."""
         events = self.stages[stage]
         length = max(events[-1].end - events[0].begin, 1e-9)
         spent = dict.fromkeys(SHARES, 0.0)
@@ -146,7 +146,8 @@ def spans_of_timeline(timeline: Timeline) -> list[Span]:
 def spans_with_free_links(pipeline: Pipeline, timeline: Timeline) -> list[Span]:
     """Return the scheduled spans of a timeline's updates, in milliseconds.
 
-    Actions take the median of their measured times, messages none. Empty without a full pipeline or a measured time.
+    Actions take the median of their measured times, and messages take no time. Return [] if the pipeline was not full
+    all the time, or a time was not measured.
     """
     costs = costs_of(timeline)
     if costs is None or not timeline.is_steady:
@@ -181,7 +182,10 @@ def costs_of(timeline: Timeline) -> Costs | None:
 
 
 def window(spans: Sequence[Span], num_stages: int) -> list[Span]:
-    """Return the part of ``spans`` in which all stages have some, from 0 on."""
+    """Return ``spans`` clipped to the time in which all stages have some.
+
+    Times are counted from the beginning of that time.
+    """
     if not spans:
         return []
     stages = range(num_stages)
@@ -195,11 +199,11 @@ def window(spans: Sequence[Span], num_stages: int) -> list[Span]:
 
 
 def arrows(boxes: Sequence[Span], messages: Sequence[tuple[int, Action]]) -> Iterator[tuple[Span, Span, bool]]:
-    """Yield (producing work, consuming work, is activation) for each message.
+    """Yield (producing span, consuming span, is activation) of each message.
 
     Args:
-        boxes: the work that is drawn.
-        messages: stage and action of each message that is received.
+        boxes: the spans that are drawn.
+        messages: receiving stage and action of each message.
     """
     made = {
         (box.stage, box.action.op in FORWARDS, box.action.number): box

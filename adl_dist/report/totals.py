@@ -54,12 +54,12 @@ class Totals:
     """The sums and peaks of all segments that this process has trained.
 
     Attributes:
-        unit: of samples, or ``tokens``, if the loss counts these.
-        trained: samples, seconds and the results of all stages, of each segment.
+        unit: name of a sample, or ``tokens`` if the loss counts tokens.
+        trained: (samples, seconds, results of all stages) of each segment.
     """
 
     def __init__(self, unit: str = "images", flops: float | None = None) -> None:
-        """Prepare the totals; ``flops`` are a sample's share of the peak rate."""
+        """Prepare the totals; ``flops``: FLOPs of a sample over the peak FLOP/s."""
         self.unit, self._flops = unit, flops
         self._tokens = [0.0]  # of each segment that has begun
         self.trained: list[tuple[int, float, list[TrainResult]]] = []

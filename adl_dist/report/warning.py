@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def announced(text: str) -> Iterator[None]:
-    """Say ``text``, an activity, after SAY_SECONDS inside, then every minute."""
+    """Print ``text`` if the block takes long, and again every minute."""
     done = threading.Event()
 
     def announce() -> None:

@@ -68,7 +68,7 @@ class Action(NamedTuple):
 
 
 class Link(NamedTuple):
-    """A kind of message with its sender and receiver."""
+    """A kind of message, with the action that receives it and its hop."""
 
     what: str
     recv: Op

@@ -80,7 +80,7 @@ def _merged(parts: Iterable[Iterable[tuple[Time, int, int]]]) -> Iterator[int]:
 
 
 def _drains(pipeline: Pipeline, group_sizes: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield (first micro-batch, (number, size) of groups) of each drain."""
+    """Yield (first micro-batch, [(group, size), ...]) for each drain."""
     groups, first = list(enumerate(group_sizes)), 0
     for drained in [[group] for group in groups] if pipeline.flush else [groups]:
         yield first, drained

@@ -19,7 +19,7 @@ def downstream_first(runnable: Sequence[int]) -> int:
 def in_turns(lists: Mapping[int, Sequence[Action]], turns: Iterable[int]) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of one process in the order of its ``turns``.
 
-    Lists may be shortened meanwhile.
+    The lists may be shortened meanwhile.
     """
     cursor = dict.fromkeys(lists, 0)
     for k in turns:
@@ -36,8 +36,8 @@ def interleave(
 ) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of all stages; a receive comes after its send.
 
-    The engine executes this order, so any choice of ``pick_next`` among the stages that can continue, in ascending
-    order, is a real run. With ``turns``, the stages of a process keep its order.
+    ``pick_next`` gets the stages that can continue, in ascending order, and chooses one. The engine runs actions in the
+    order yielded, and any choice is a valid run. With ``turns``, the stages of a process keep its order.
 
     Raises:
         ScheduleError: If all unfinished stages wait for each other, or a message is not the awaited one.

@@ -18,8 +18,7 @@ SEARCHED = 6  # most stages for which lists are searched step by step; more woul
 def with_least_delays(method: Method, costs: Costs) -> Method:
     """Return ``method`` with the least delays that keep its full speed.
 
-    If these exceed the staleness that ``method`` allows (``Method.longest_delay``), it gets the fastest delays within
-    the bound.
+    If these exceed ``Method.longest_delay``, the method gets the fastest delays within that bound.
     """
     longest = method.longest_delay(len(costs.forward))
     if method.weights != "2bw":  # it cannot be tried with longer ones
@@ -50,7 +49,7 @@ def _least_delays(method: Method, costs: Costs, most: int | None = None) -> tupl
     def lengthened(number: int) -> tuple[int, ...]:
         """Return delays that are ``number`` steps longer per hop.
 
-        Unevenly falling delays are slow.
+        Each hop gets the same, because unevenly falling delays are slow.
         """
         longer = [number * slowest / STEPS * (K - 1 - k) for k in range(K)]
         return _delays([sum(parts) for parts in zip(trips, last_parts, longer, strict=True)], slowest, most)
@@ -80,7 +79,7 @@ def _evenly(most: int, K: int) -> list[tuple[int, ...]]:
 
 
 def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
-    """Descend greedily by +-1 changes to runs of adjacent delays."""
+    """Return ``delays`` improved greedily, by +-1 on runs of adjacent stages."""
     rows = [range(first, end) for first, end in combinations(range(len(delays)), 2)]  # the last stage has no delay
     while True:
         changed = [tuple(d + by * (k in row) for k, d in enumerate(delays)) for row in rows for by in (-1, 1)]
@@ -101,7 +100,10 @@ def _round_trips(method: Method, costs: Costs) -> list[float]:
 
 
 def _delays(times: Sequence[float], slowest: float, most: int | None) -> tuple[int, ...]:
-    """Return the micro-batches done in ``times``, without the one in flight."""
+    """Return the delays that cover ``times`` at ``slowest`` per micro-batch.
+
+    The micro-batch in flight is not counted. Delays never rise from stage to stage, and are ``most`` at most.
+    """
     delays = [max(math.ceil(time / slowest - 1e-9) - 1, 0) for time in times]
     delays = list(accumulate(reversed(delays), max))[::-1]  # never less than that of the next stage
     return tuple(delays if most is None else [min(d, most) for d in delays])

@@ -1,7 +1,7 @@
 """Mitigations of staleness, one row for each.
 
-A row acts at one or two of four hooks, and two rows of one hook exclude each other. It depends on the mean staleness of
-the stage, which follows from the schedule; a stage without staleness is not changed. The computations are in
+A row acts at one or two of four hooks, and two rows of one hook exclude each other. A row depends on the mean staleness
+of the stage, which follows from the schedule; a stage without staleness is not changed. The computations are in
 :mod:`adl_dist.stage.mitigation`.
 """
 
@@ -25,7 +25,7 @@ Horizon = Literal["linear", "geometric"]
 
 @dataclass(frozen=True)
 class MitigationSpec:
-    """The facts of one row."""
+    """The facts of one mitigation."""
 
     summary: str  # name and source
     hooks: Sequence[Hook]
@@ -73,7 +73,7 @@ def mitigation_options(chosen: object) -> list[str]:
 
 
 def why_not(chosen: Sequence[str], weights: Weights) -> str | None:
-    """Return why the rows exclude each other or ``weights``, or None."""
+    """Return why the chosen rows exclude each other or ``weights``, or None."""
     for place, name in enumerate(chosen):
         if name not in MITIGATIONS:
             return f"there is no '{name}'; choose of {', '.join(MITIGATIONS)}"

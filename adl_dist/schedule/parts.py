@@ -8,7 +8,7 @@ from adl_dist.schedule.pipeline import Pipeline
 
 
 class Place(NamedTuple):
-    """The place of a micro-batch."""
+    """The place of a micro-batch in its group."""
 
     group: int
     offset: int  # in its group
@@ -49,7 +49,7 @@ def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) 
 
 
 def ends_of(groups: Sequence[tuple[int, int]], first: int = 0) -> dict[int, int]:
-    """Return the last micro-batch of each of ``groups`` from ``first`` on."""
+    """Return the last micro-batch of each group, counted from ``first`` on."""
     ends, stop = {}, first
     for group, size in groups:
         stop += size
@@ -82,9 +82,8 @@ def update_part(
 ) -> Iterator[Action]:
     """Yield the update with ``group``, after the norm of the whole gradient.
 
-    A stage passes that norm on before it updates. After the update, tied weights are updated with the sum of the group
-    that is due by then, unless ``tied_apart``; see :meth:`Pipeline.tie_delay`. ``ends`` is the result of
-    :func:`ends_of`.
+    A stage passes this norm on before it updates. Then tied weights are updated with the sum of the group that is due
+    (:meth:`Pipeline.tie_delay`), unless ``tied_apart``. ``ends`` is the result of :func:`ends_of`.
     """
     if pipeline.shares_norms and stage > 0:
         yield Action(Op.RECV_TOTAL, ends[group])

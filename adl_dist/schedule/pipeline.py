@@ -22,7 +22,7 @@ class Pipeline:
         num_stages: K.
         flushed: whether to empty the pipeline after each group even if the method's row does not say so.
         tied: for each tie, the stages that hold a copy of its weights, in order.
-        shares_norms: whether stages tell each other the norms of their gradients before each update.
+        shares_norms: whether stages send each other the norms of their gradients before each update.
 
     Raises:
         ConfigError: If K is below 1, a list does not fit K, delays are impossible, or the method excludes ties.
@@ -127,9 +127,9 @@ class Pipeline:
     def splits_backward(self, stage: int) -> bool:
         """Return whether ``stage`` splits its backward, if the method does.
 
-        Stage 0 sends no gradient, so it gains only that a forward may come between the two parts. If its delay leaves
-        room it does both at once, which is faster because saved activations are read once, not twice: by 7 % of the
-        work of both stages of a ResNet-20.
+        Stage 0 sends no gradient, so all that it gains by a split is that a forward may come between the two parts. If
+        its delay leaves room, it does both parts at once, which saves 7 % of the work of both stages of a ResNet-20,
+        because saved activations are read once, not twice.
         """
         if stage > 0 or self.spec.flush or self.spec.forward_lock or not self.method.splits:
             return self.method.splits
@@ -170,7 +170,7 @@ class Pipeline:
         return max(map(self.received_ahead, range(self.num_stages - 1)), default=RECEIVED_AHEAD)
 
     def head_delay(self, stage: int) -> int | None:
-        """Return the ticks from a forward to its head's learning; None without."""
+        """Return the ticks from a forward to its head's learning, None if no head."""
         has_head = self.spec.predicts_gradients and stage < self.num_stages - 1
         return self.method.head_delay if has_head else None
 
@@ -222,8 +222,8 @@ class Pipeline:
         """Return the number of updates that a micro-batch's forward sees.
 
         Micro-batch b, counted from 0 within the segment, sees the weights after floor(max(0, b - d) / M) updates. With
-        ``2bw`` it sees those before the group before its own (at least the first of the segment), and with a flush
-        those after all groups before its own.
+        ``2bw`` it sees the weights from before the update of the previous group (at least the first of the segment),
+        and with a flush those after all groups before its own.
         """
         M = self.micro_batches_per_update
         if self.flush:
@@ -286,8 +286,8 @@ class Pipeline:
     def tied_staleness(self, tie: Tie, stage: int) -> list[int]:
         """Return the staleness of a stage's tied gradients in steady state.
 
-        There is a number for each of the offsets 0..M-1 of a full group. It counts updates of the tied weights. The sum
-        is applied D updates late, so it is LoS + D.
+        There is a number for each of the offsets 0..M-1 of a full group, in updates of the tied weights. It is LoS + D,
+        because the sum is applied D updates late.
         """
         return [stale + self.tie_delay(tie) for stale in self.steady_staleness(stage)]
 

@@ -59,8 +59,9 @@ class Segment:
 def weights_in_group(reduction: str, terms: Sequence[float]) -> list[float]:
     """Return the factor on the loss of each micro-batch of a group.
 
-    ``terms`` are their numbers of terms, usually samples. The factor is 1 for ``sum``, and n_b / n_group for ``mean``,
-    the paper's 1/M if even, so that an update follows the mean over the group's terms; 0 if there are none.
+    ``terms`` has the number of terms of each, usually samples. The factor is 1 for ``sum``. For ``mean`` it is n_b /
+    n_group, so that an update follows the mean over the group's terms: the paper's 1/M if all are equal, 0 if the group
+    has none.
     """
     if reduction == "sum":
         return [1.0] * len(terms)
@@ -153,7 +154,7 @@ def check_lengths(**lengths: int | None) -> None:
 
 
 def micro_batch_size_of(batch_size: int, steps: int) -> int:
-    """Return the micro-batch size, ``steps`` a batch; ConfigError if it is 0."""
+    """Return ``batch_size`` // ``steps``, or raise ConfigError if that is 0."""
     if batch_size < steps:
         raise ConfigError(
             f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "

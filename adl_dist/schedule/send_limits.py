@@ -16,9 +16,9 @@ Sending = tuple[str, int]  # name of the message, and its sender
 def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
     """Return the most messages under way on each edge before a send waits.
 
-    So few that a buffer is returned as soon as its sender can know that the message has left, and enough that no send
-    waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting stages
-    (tests/schedule/test_schedule.py).
+    They are so few that a buffer is released as soon as its sender can know that the message has left, and so many that
+    no send waits in steady state. A send may wait while the pipeline fills or drains, but never in a cycle of waiting
+    stages (tests/schedule/test_schedule.py).
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.local_losses:  # no message comes back
@@ -34,7 +34,7 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
     """Return the most messages under way on each edge when one is sent.
 
     The receiver may be as slow as it likes: a message counts as received only when later messages to the sender imply
-    it. ``numbers`` are the micro-batches at whose sending the messages are counted.
+    it. Messages are counted when one of the micro-batches in ``numbers`` is sent.
     """
     known: list[Counter[Sending]] = [Counter() for _ in lists]  # received messages that each stage knows of, per edge
     letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # the sender's knowledge

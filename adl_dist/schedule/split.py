@@ -76,7 +76,7 @@ def _listed(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> lis
 def simulated(
     pipeline: Pipeline, group_sizes: tuple[int, ...], most_states: int = MOST_STATES
 ) -> list[tuple[list[Action], Repeat | None]]:
-    """Return the actions of all stages, each with a part to repeat or None."""
+    """Return (actions, part to repeat or None) of each stage."""
     K, link = pipeline.num_stages, room_for_links(pipeline)
     groups = _Groups(pipeline, group_sizes)
     stages = [_Stage(pipeline, k, groups) for k in range(K)]
@@ -122,7 +122,7 @@ def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> 
 
 
 def _later(actions: Sequence[Action], groups: int, micro_batches: int) -> list[Action]:
-    """Return ``actions`` with later numbers of micro-batches and groups."""
+    """Return ``actions`` with raised numbers of micro-batches and groups."""
     of_groups = Op.UPDATE, Op.WEIGHTS
     return [Action(op, number + (groups if op in of_groups else micro_batches)) for op, number, *_ in actions]
 

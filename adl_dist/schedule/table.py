@@ -60,7 +60,7 @@ def figures(pipeline: Pipeline) -> list[StageFigures]:
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
-    """Return the most graphs, inputs, weight copies and deferred parts held."""
+    """Return the most (graphs, inputs, weight copies, deferred parts) held."""
     graphs: dict[int, int] = {}  # with their weight versions
     inputs: set[int] = set()
     deferred: dict[int, int] = {}  # with their weight versions
@@ -116,7 +116,7 @@ def tick_words(pipeline: Pipeline, *, num_micro_batches: int) -> list[dict[int, 
 def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = None) -> str:
     """Return the tick table of all stages and each stage's figures.
 
-    A message takes one tick. Processes keep the order of a row, but nothing in a run waits for a tick. A table of more
+    A message takes one tick. A run keeps the order of each row, but nothing in it waits for a tick. A table of more
     than ``width`` columns is cut into blocks of ticks.
     """
     rows, has_heads = tick_words(pipeline, num_micro_batches=num_micro_batches), pipeline.spec.predicts_gradients

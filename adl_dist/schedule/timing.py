@@ -2,7 +2,7 @@
 
 It runs the same lists of actions as the engine. A stage is busy in forward, recompute, backward or its parts, and
 update. A send costs the sender nothing, occupies the link for a time, after the messages before it, and arrives after
-the link's latency. If each process has one link to all others, a message occupies those of its sender and receiver.
+the link's latency. If each process has one link to all others, a message occupies the links of its sender and receiver.
 Times are in any one unit.
 """
 
@@ -253,7 +253,10 @@ def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[A
 
 
 def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[list[Action]], Turns | None]:
-    """Return all stages' actions, and their order in each process, or None."""
+    """Return (actions of each stage, turns of each process).
+
+    The turns are None if each process has one stage.
+    """
     lists, turns = actions_of_all(pipeline, num_micro_batches=num_micro_batches), None
     if pipeline.stages_per_process > 1:
         segment = _segment(pipeline, num_micro_batches)
@@ -268,9 +271,9 @@ def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
 
 
 def _per_update(pipeline: Pipeline, costs: Costs) -> tuple[float, list[float]]:
-    """Return the time of an update, and the busy time of each stage in it.
+    """Return (time of an update, busy time of each stage in it).
 
-    They are means over groups, after as many to fill the pipeline.
+    Both are means over groups, after as many groups have filled the pipeline.
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     num_groups = max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))  # enough for the steady state's period

@@ -60,7 +60,7 @@ def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tu
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:
-    """Return the fewest updates that need ``num_micro_batches``, or all."""
+    """Return the fewest updates that hold ``num_micro_batches``, or all."""
     return sum(end < num_micro_batches for end in accumulate(group_sizes[:-1])) + 1
 
 
@@ -68,7 +68,7 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
     """Shorten a list of actions in place, while a stage executes it.
 
     The segment then has fewer groups. Both lists are equal up to the first action for a micro-batch beyond these groups
-    (2BW chooses weights right before it), so a stage that is not there yet simply drains earlier.
+    (2BW chooses weights right before it), so a stage that has not reached this action simply drains earlier.
 
     Args:
         actions: those of the whole segment, from :func:`training_actions`.

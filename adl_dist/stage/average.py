@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class WeightAverage:
-    """The moving average of trained parameters, in tensors of its own."""
+    """The moving average of trained parameters, in separate tensors."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
         """Average the trained parameters among the ``named`` ones.
@@ -47,7 +47,7 @@ class WeightAverage:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore averages by name.
 
-        Without any, the next update is the first.
+        Without averages, the next update copies the weights, like the first one.
         """
         by_name = {name: p for p, names in self._names.items() for name in names}
         found = {by_name[name]: tensor for name, tensor in tensors.items() if name in by_name}
@@ -64,9 +64,9 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Put the averages into the parameters in the block, with none in flight.
+        """Put the averages into the parameters in the block.
 
-        Before the first update the parameters keep their weights.
+        No micro-batch may be in flight. Before the first update the parameters keep their weights.
         """
         before = [p.detach().clone() for p in self._parameters[: len(self._averages)]]
         self._write(self._averages)

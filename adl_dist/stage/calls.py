@@ -24,12 +24,12 @@ def is_part(module: nn.Module) -> bool:
 
 
 def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler | None") -> Call:
-    """Return a function that calls ``module``; its parameters may be replaced.
+    """Return a ``Call`` of ``module``, from (acts, buffers, tape) to output.
 
     Args:
         module: the model, or a stage of it.
         structure: the structure of the model's inputs; None for one tensor, and for a stage.
-        compiler: compiles the call; the module itself keeps the names of its state. None if it runs as it is.
+        compiler: compiles the call, but not the module, which keeps the names of its state; None without compilation.
     """
 
     def call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
@@ -46,9 +46,9 @@ def call_of(module: nn.Module, structure: Structure | None, compiler: "Compiler 
 class Compiler:
     """A compiler of functions; those with equal keys share their graphs.
 
-    torch keeps graphs with the code, 8 at most, and then silently stops compiling. So every key gets a copy of the code
-    for itself. It may need 8, for training, evaluation, replay and a forward to be replayed, each with the common
-    number of samples and the one that is left over.
+    torch keeps at most 8 graphs with a code object, and then silently stops compiling. So every key gets its own copy
+    of the code. It may need all 8: for training, evaluation, replay and a forward to be replayed, each with the common
+    number of samples and with the number left over.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Compiler:
 def flatten_output(out: Any) -> Tensors:
     """Return the tensors in the output of a module.
 
-    A dataclass that torch's pytrees do not know yet is made known to them.
+    A dataclass that torch's pytrees do not know yet is registered with them.
     """
     if type(out) is tuple and all(isinstance(one, Tensor) for one in out):
         return out
@@ -94,11 +94,11 @@ class StageInfo:
             memory of a parameter or buffer, which a later forward or an update may overwrite.
         needs_grad: in training, for each act whether it is part of a graph in the uncut model; if None, all that are
             floating-point or complex are.
-        gets_grad: for each act whether its backward reaches it. A gradient goes upstream for these only; the others
-            have none, as in the uncut model. If None, all that need one must get one.
+        gets_grad: for each act whether the stage's backward reaches it. Only these acts send a gradient upstream; the
+            others have none, as in the uncut model. If None, all acts that need a gradient must get one.
         out_needs_grad: ``needs_grad`` of the next stage, about the tensors that go there.
-        out_gets_grad: ``gets_grad`` of the next stage: those for which a gradient comes back.
-        draws: those of the streams ``python`` and ``numpy`` that its forward, its backward or the loss draws from.
+        out_gets_grad: ``gets_grad`` of the next stage: for which of these tensors a gradient comes back.
+        draws: which of the streams ``python`` and ``numpy`` its forward, its backward or the loss draws from.
         inputs: the structure of the model's inputs if the stage is the model itself, else None.
         target: the structure of a target; None stands for one tensor.
     """
@@ -114,7 +114,7 @@ class StageInfo:
 
 
 def link_stages(infos: Mapping[int, StageInfo]) -> dict[int, StageInfo]:
-    """Add to the facts of each stage those of the next about its output."""
+    """Return ``infos`` with the ``out_`` facts, taken from the next stage."""
     unknown = StageInfo()
     after = {k: infos.get(k + 1, unknown) for k in infos}
     return {

@@ -1,8 +1,9 @@
 """Deferred weight gradients of linear layers and convolutions.
 
 Autograd computes the gradients of a layer's input and of its weights in one step. Here the layer's backward returns
-only the first, and keeps the layer's input and the gradient of its output, from which the second follows. The weights
-themselves are not needed, so the second may be computed at any time before the gradients are used.
+only the gradient of the input. It keeps the input and the gradient of the output, from which the gradients of the
+weights follow. The weights themselves are not needed for this, so it may be done at any time before the gradients are
+used.
 
     with gradients.deferrable([loss.grad_fn]) as pending:
         loss.backward()
@@ -33,7 +34,7 @@ CONVOLVE: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.con
 
 
 class DeferredGrad(NamedTuple):
-    """The gradients of one call of a layer that are still to be computed."""
+    """A call of a layer with gradients of weights still to be computed."""
 
     layer: "_Layer"
     x: Tensor
@@ -72,7 +73,7 @@ class DeferredGradients:
                 del attributes["forward"]
 
     def while_ready(self, call: Call) -> Call:
-        """Return ``call``, made inside :meth:`ready`."""
+        """Return a function that makes ``call`` inside :meth:`ready`."""
 
         def ready_call(acts: Tensors, buffers: dict[str, Tensor] | None, tape: Any) -> Any:
             with self.ready():
@@ -82,9 +83,10 @@ class DeferredGradients:
 
     @contextmanager
     def deferrable(self, roots: Iterable[Node]) -> Iterator[list[DeferredGrad]]:
-        """Defer gradients of a backward inside that begins at ``roots``.
+        """Yield a list for gradients that a backward from ``roots`` defers.
 
-        Backwards that the user's code calls within it are not split, because their results are used at once.
+        The backward runs inside the context. Further backwards that the user's code calls within it are not split,
+        because their results are used at once.
         """
         pending: list[DeferredGrad] = []
         self._pending, self._task = pending, None
@@ -144,7 +146,7 @@ class DeferredGradients:
 
 
 def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
-    """Return whether ``layer`` is unchanged torch code with own parameters."""
+    """Return whether ``layer`` is unchanged torch code and shares no weight."""
     kind = next((kind for kind in PLAIN if isinstance(layer, kind)), None)
     if kind is None or "forward" in vars(layer) or type(layer).forward is not cast(Any, kind).forward:
         return False
@@ -161,7 +163,7 @@ def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
 
 
 class _Layer:
-    """Replacement of a layer's forward."""
+    """A replacement of a layer's forward, with deferrable gradients."""
 
     def __init__(self, name: str, module: Any, owner: DeferredGradients) -> None:
         self.name, self.kind, self.module, self.owner = name, type(module).__name__, module, owner
@@ -213,7 +215,10 @@ class _Layer:
         return self._convolve(x, weight, bias, m.stride, m.padding, m.dilation, m.groups)
 
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor | None, ...]:
-        """Return the ``wanted`` gradients, given that of the output."""
+        """Return the gradients of (input, weight, bias), None unless ``wanted``.
+
+        ``grad`` is the gradient of the output for the input ``x``.
+        """
         if self._convolve is None:
             rows = grad.flatten(0, -2)
             of_weight = rows.t().mm(x.flatten(0, -2)) if wanted[1] else None

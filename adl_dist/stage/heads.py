@@ -1,7 +1,7 @@
 """Heads on a stage's output, for a local loss or for synthetic gradients.
 
-A head serves only to train its stage; it does not belong to the model and is not exported. Its functions know the
-output by the shape of one sample: [C, H, W] of an image or [C] of features.
+A head serves only to train its stage; it does not belong to the model and is not exported. The ``shape`` of an output
+is that of one sample: [C, H, W] of an image or [C] of features.
 """
 
 import math
@@ -45,9 +45,9 @@ class Pool(nn.AdaptiveAvgPool2d):
 
 
 def even_windows(size: int, number: int) -> tuple[int, int] | None:
-    """Return width and stride of even windows, or None if they are uneven.
+    """Return (width, stride) of even windows, or None if they are uneven.
 
-    Window i of ``number`` is from floor(i size / number) to ceil((i + 1) size / number).
+    Window i of ``number`` spans floor(i size / number) to ceil((i + 1) size / number).
     """
     begins = [i * size // number for i in range(number)]
     widths = {-(-(i + 1) * size // number) - begin for i, begin in enumerate(begins)}
@@ -72,9 +72,9 @@ class LocalLoss(nn.Module):
 class PredSim(LocalLoss):
     """Prediction and similarity matching (Nokland and Eidnes 2019).
 
-    Adds to the classifier's loss one that makes samples of one class similar: the mean squared difference between
-    two [B, B] matrices of cosine similarities, of the standard deviations of a convolution's feature maps, and of the
-    one-hot targets.
+    The classifier's loss is mixed with a loss that makes samples of one class similar. That is the mean squared
+    difference between two [B, B] matrices of cosine similarities: of the standard deviations of a convolution's feature
+    maps, and of the one-hot targets.
     """
 
     def __init__(self, classifier: nn.Module, project: nn.Module, num_classes: int) -> None:
@@ -159,13 +159,13 @@ OF_IMAGES = ("mlp_sr", "cnn")
 class GradientNetwork(nn.Module):
     """A predictor of each sample's gradient (DNI, or cDNI with classes).
 
-    It begins by predicting 0. Its BatchNorm has no running statistics: it only ever trains.
+    Untrained, it predicts 0. Its BatchNorm has no running statistics, because it is never evaluated.
     """
 
     def __init__(self, shape: tuple[int, ...], *, num_layers: int, width: int | None, num_classes: int) -> None:
         """Build the network for outputs of ``shape``.
 
-        It sees ``num_classes`` classes of the targets, or none if that is 0.
+        Its input includes the targets, one-hot of ``num_classes`` classes, unless that is 0.
         """
         super().__init__()
         self.num_classes = num_classes
@@ -185,7 +185,7 @@ class GradientNetwork(nn.Module):
         self.layers = nn.Sequential(*hidden, last)
 
     def forward(self, out: Tensor, target: Tensor | None) -> Tensor:
-        """Return the gradients of ``out`` with the classes ``target`` [B]."""
+        """Return the predicted gradients of ``out``; ``target`` [B] has classes."""
         if self.num_classes:
             assert target is not None
             classes = one_hot(target, self.num_classes, out.dtype)  # a target that the loss ignores is of none
@@ -256,20 +256,19 @@ def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int
 
 
 class GradientHead(Learner):
-    """A network that predicts its output's gradient (DNI), with an optimizer.
+    """A network that predicts an output's gradient (DNI), and its optimizer.
 
-    The stage back-propagates the prediction at once (Jaderberg et al., ICML 2017, section 2). When the gradient comes
-    back, which the next stage has computed from a prediction of its own, and the last stage from the loss, the head
-    learns from it, and nothing else does. It computes the same output once more for that, with its present weights, so
-    that its own gradient is never stale.
+    The stage back-propagates the prediction at once (Jaderberg et al., ICML 2017, section 2). Later the gradient comes
+    back, computed by the next stage from its own prediction, or by the last stage from the loss. Only the head learns
+    from it. For that it predicts once more, with its present weights, so that its own gradient is never stale.
 
     It needs an optimizer of its own, because its group is complete only some micro-batches after the stage's own
     update. The optimizer follows the same learning rates, by the index of the update.
 
     Attributes:
-        network: from an output [B, ...] and targets [B], or None, to the gradient of each sample's own loss, [B, ...].
-        predictions: for each gradient received since this was emptied, two sums over samples, [2]: mean squared error
-            of the prediction, and mean square of the gradient.
+        network: maps an output [B, ...] and targets [B], or None, to the gradient of each sample's own loss, [B, ...].
+        predictions: for each gradient received since this list was emptied, two sums over samples, [2]: squared error
+            of the prediction, and square of the gradient, each averaged over elements.
     """
 
     def __init__(

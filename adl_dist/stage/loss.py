@@ -1,8 +1,9 @@
 """The loss: terms, micro-batch weights, calls on a stage, start checks.
 
-The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n
-is the number of terms that the loss averages over. Usually these are samples, weighted by schedule/run_plan.py. If they
-are others, such as targets that are not ignored, stage 0 counts them in the whole group before its first micro-batch.
+The gradient of a group is that of all its samples at once if each micro-batch has the weight n_b / n_group, where n is
+the number of terms that the loss averages over. Usually these are samples, weighted by schedule/run_plan.py. If the
+terms are others, such as targets that are not ignored, stage 0 counts them in the whole group before the first
+micro-batch of the group.
 """
 
 import functools
@@ -49,7 +50,7 @@ RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have 
 class ClassLoss:
     """Torch's cross-entropy or negative log-likelihood of classes.
 
-    It divides by the weights of its targets.
+    It divides by the summed weights of its targets.
 
     Attributes:
         ignore_index: the target that it ignores.
@@ -74,10 +75,10 @@ class ClassLoss:
 
 
 def class_loss(loss_fn: Any) -> ClassLoss | None:
-    """Return the settings of torch's loss of classes, or None.
+    """Return the settings of a loss of classes of torch, or None for others.
 
-    These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
-    keywords by functools.partial; and TokenCrossEntropy.
+    Losses of classes are nn.CrossEntropyLoss and nn.NLLLoss, classes derived from them, their functions, also with
+    keywords by functools.partial, and TokenCrossEntropy.
     """
     settings, own, dim = dict[str, Any](), True, 1
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -96,12 +97,18 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
 
 
 def is_of_classes(loss_fn: Any) -> bool:
-    """Return whether targets like classes are some: else they may be unused."""
+    """Return whether ``loss_fn`` surely takes whole-number targets as classes.
+
+    Other losses may not use such targets.
+    """
     return class_loss(loss_fn) is not None or isinstance(loss_fn, ModelLoss)
 
 
 def is_known_mean(loss_fn: Any) -> bool:
-    """Return whether ``loss_fn`` is a loss of torch or adl_dist."""
+    """Return whether ``loss_fn`` is a loss of torch or adl_dist.
+
+    A loss with its own ``num_terms`` is not, nor is the model's own loss.
+    """
     made_of = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
     known = "torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses"
     is_open = own_num_terms(loss_fn) is not None or isinstance(loss_fn, ModelLoss)
@@ -131,7 +138,7 @@ class LossTerms:
         """Return the number of terms in ``target`` [B, ...], on the CPU.
 
         Raises:
-            ConfigError: If a ``num_terms`` of the user's own fails, or returns no such number.
+            ConfigError: If the user's ``num_terms`` fails, or does not return a finite number of at least 0.
         """
         try:
             number = float(self.num_terms(target))
@@ -148,13 +155,12 @@ class LossTerms:
 
 
 def loss_terms(loss_fn: LossFn, target: Batch, reduction: str = "mean") -> LossTerms | None:
-    """Return the counter of the terms of ``loss_fn``, or None.
+    """Return a counter of the terms of ``loss_fn``, or None to count samples.
 
-    If None, the samples of targets like ``target`` [B, ...] count.
-
-    A loss counts its terms if it says so, by ``num_terms``, or if it is torch's loss of classes with weights, with an
-    ``ignore_index`` other than torch's, or with several targets in a sample. With one target in each sample nothing is
-    counted, so that no target may be one that the loss ignores. With ``reduction`` "batch" the samples count.
+    A loss counts its terms if it has ``num_terms``, or if it is torch's loss of classes with weights, with an
+    ``ignore_index`` other than torch's default, or with several targets in a sample, as ``target`` [B, ...] shows. With
+    one target in each sample nothing is counted, so no target may be one that the loss ignores. With ``reduction``
+    "batch" the samples count.
     """
     if reduction == "batch":
         return None
@@ -177,15 +183,15 @@ def counted(
     """Yield (input, target, counts) of each micro-batch.
 
     Args:
-        batches: (input [B, ...], target [B, ...]) of each micro-batch, closed in the end.
-        terms: counts in the targets.
+        batches: yields (input [B, ...], target [B, ...]) of each micro-batch; closed in the end.
+        terms: counts the terms in the targets.
         group_sizes: micro-batches of each group; None in evaluation, which has no groups.
         reduction: how the gradients of a group are combined, ``mean`` or ``sum``.
 
     Yields:
-        ``counts`` float64[B, 2] on the CPU has the weight of the micro-batch's loss in its group, and the number of
-        its terms, in every row. A group without any term is weighted by its samples, so that the loss function
-        decides: torch's is NaN there.
+        ``counts`` float64[B, 2] on the CPU has the weight of the micro-batch's loss in its group, and the number of its
+        terms, in every row. A group without any term is weighted by its samples, so that the loss function decides on
+        its value; torch's is NaN there.
     """
     sizes: Iterable[int] = group_sizes if group_sizes is not None else repeat(1)
     with closing(batches):
@@ -237,12 +243,12 @@ class SumCountLoss(nn.Module):
         self.num_terms = counters[fitting[0]]
 
     def forward(self, out: Any, target: Batch, num_terms: float | None = None) -> Tensor:
-        """Return the mean.
+        """Return the mean, sum / count.
 
-        On a GPU, where a check would wait, a mean over other than ``num_terms`` terms is NaN.
+        On a GPU, where a check would wait, the result is NaN if the count is not ``num_terms``.
 
         Raises:
-            ConfigError: If the count is not ``num_terms``.
+            ConfigError: If the count is not ``num_terms``, on a CPU.
         """
         total, count = self.loss_fn(out, target)
         mean: Tensor = total / count
@@ -276,7 +282,7 @@ class StageLoss:
         Args:
             spec: how the model is trained.
             structure: the structure of a target; None for one tensor.
-            head: from (output, target, loss_fn) to a local loss; None if the output is the model's.
+            head: maps (output, target, loss_fn) to a local loss; None if the output is the model's.
             device: where the loss is computed.
         """
         self._loss_fn, self._head, self._structure = spec.loss_fn, head, structure
@@ -285,7 +291,10 @@ class StageLoss:
         self._may_write, self.classes = not is_known_mean(spec.loss_fn), class_loss(spec.loss_fn)
 
     def wanted(self, given: tuple[Tensor | None, ...]) -> tuple[Batch | None, float | None, float | None]:
-        """Return target, weight and number of terms from the arguments."""
+        """Return (target, weight in the group, number of terms) of a micro-batch.
+
+        ``given`` is ``wanted`` of :meth:`Stage.forward`. Weight and number are None unless the loss counts its terms.
+        """
         structure = self._structure
         number = 1 if structure is None else structure.num_leaves
         target = given[0] if structure is None or given[0] is None else tree_unflatten(given[:number], structure)
@@ -314,7 +323,7 @@ class StageLoss:
 
 
 class ReturnsSumError(ConfigError):
-    """The loss returns (sum, ``count``) for ``target``, which is on the CPU."""
+    """The error of a loss that returns (sum, ``count``), here for ``target``."""
 
     def __init__(self, count: float, target: Batch) -> None:
         super().__init__("the loss returns a pair; expected a tensor of one number, the mean over the samples")
@@ -371,9 +380,9 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
 
 
 def _pairs_all(loss_fn: LossFn, out: Any, target: Any) -> bool:
-    """Return whether a loss broadcasts numbers [B, 1] and [B].
+    """Return whether a loss broadcasts an output [B, 1] and a target [B].
 
-    Such a loss changes with the shape of the output.
+    The value of such a loss depends on the shape that the output is given.
     """
     are_numbers = all(isinstance(one, Tensor) and one.is_floating_point() for one in (out, target))
     if not are_numbers or len(target) < 2 or out.shape == target.shape or out.numel() != target.numel():
@@ -398,9 +407,9 @@ def check_is_mean(
 ) -> None:
     """Check that the loss of two micro-batches is the mean of their losses.
 
-    ``outs`` are their outputs, [B, ...] or containers of such, ``targets`` [B, ...] are on the same device. A loss that
-    is random, changes with its calls, or is not finite cannot be compared, and passes. ``give`` is the way out in the
-    error. With ``is_rounded`` the model computes in less than float32.
+    ``outs`` are their outputs, [B, ...] or containers of tensors, ``targets`` [B, ...] are on the same device. A loss
+    that is random, changes with its calls, or is not finite cannot be compared, and passes. ``give`` is the remedy that
+    the error names. With ``is_rounded`` the model computes in less than float32.
 
     Raises:
         ConfigError: If the loss is no such mean, or fails on both together.

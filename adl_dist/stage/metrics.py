@@ -23,10 +23,10 @@ TOP = {"accuracy": 1, "top5": 5}  # by name, the number of largest outputs among
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of outputs and targets, by its ``name``.
+    """A named figure computed from outputs and targets.
 
-    ``measure`` maps (output, target) to (sum, count); the figure is sum / count over all micro-batches. It is None if
-    the figure follows from the loss. ``compute`` is that of an :class:`EpochMetric`, which has no ``measure``.
+    ``measure`` maps (output, target) to (sum, count); the figure is sum / count over all micro-batches. ``measure`` is
+    None if the figure follows from the loss, and for an :class:`EpochMetric`, which sets ``compute`` instead.
     """
 
     name: str
@@ -55,7 +55,7 @@ def metrics_of(wanted: Sequence[str | Callable[[Any, Any], Any]], classes: Class
     ``classes`` are the settings of torch's loss of classes.
 
     Raises:
-        ConfigError: If there is no such metric, or two have one name.
+        ConfigError: If there is no such metric, or two have the same name.
     """
     made = [_metric(one, classes) for one in wanted]
     for metric in made:
@@ -79,7 +79,7 @@ def _metric(wanted: Any, classes: ClassLoss | None) -> Metric:
 
 
 def _rate(out: Any, target: Any, *, classes: ClassLoss | None, top: int) -> tuple[Tensor, Tensor]:
-    """Return :func:`hits`, or raise ConfigError without classes."""
+    """Return :func:`hits`, or raise ConfigError if these are not of classes."""
     logits = logits_of(out)
     if (found := hits(logits, target, classes, top=top)) is not None:
         return found
@@ -93,10 +93,10 @@ def _rate(out: Any, target: Any, *, classes: ClassLoss | None, top: int) -> tupl
 def hits(out: Tensor | None, target: Any, classes: ClassLoss | None, *, top: int = 1) -> tuple[Tensor, Tensor] | None:
     """Return (number of targets in the ``top`` outputs, number of targets).
 
-    None if outputs and targets are not of classes. Classes are the second dimension of outputs for torch's own losses,
-    [B, C, ...]; for another loss they are the last one if that fits to targets [B, ...], else the second. Of soft
-    targets, of the shape of the outputs, the likeliest class counts. Targets that the loss ignores, or that are no
-    class, are not counted.
+    Return None if outputs and targets are not of classes. Classes are the second dimension of outputs for torch's own
+    losses, [B, C, ...]; for another loss they are the last dimension if targets [B, ...] have all others, otherwise the
+    second. Of soft targets, which have the shape of the outputs, the likeliest class counts. Targets that the loss
+    ignores, or that are no class, are not counted.
     """
     if out is None or not isinstance(target, Tensor):
         return None
@@ -123,7 +123,7 @@ def hits(out: Tensor | None, target: Any, classes: ClassLoss | None, *, top: int
 
 @torch.no_grad()
 def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
-    """Return (sum, count), float64[2], of each measured metric.
+    """Return (sum, count), float64[2], of each metric with a ``measure``.
 
     Raises:
         ConfigError: If a metric fails, does not return two numbers, or writes to its arguments.
@@ -144,7 +144,7 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
 def computed(metrics: Sequence[Metric], parts: Sequence[tuple[Any, Any]]) -> dict[str, float]:
     """Return the figures of epoch metrics by name.
 
-    ``parts`` are output and target of each micro-batch of a validation, on the CPU.
+    ``parts`` has (output, target) of each micro-batch of a validation, on the CPU.
 
     Raises:
         ConfigError: If a metric fails, or does not return a number.
@@ -168,14 +168,14 @@ def computed(metrics: Sequence[Metric], parts: Sequence[tuple[Any, Any]]) -> dic
 
 
 def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:
-    """Return ``tensor`` [B, ...] with ``sizes`` after the first one."""
+    """Return ``tensor`` [B, ...], padded with ``value`` to [B, *sizes]."""
     missing = [more for size, wanted in zip(tensor.shape[1:], sizes, strict=True) for more in (wanted - size, 0)]
     return pad(tensor, missing[::-1], value=value) if any(missing) else tensor
 
 
 @contextmanager
 def _users_own(metric: Metric, given: str) -> Iterator[None]:
-    """Raise ConfigError for any error of a metric, which is ``given`` these."""
+    """Turn any error of a metric in the block into a ConfigError."""
     try:
         yield
     except ConfigError:

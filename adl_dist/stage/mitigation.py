@@ -1,8 +1,8 @@
 """Mitigations of staleness in one stage, for a mean delay of t updates.
 
-The rows are in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no mitigation, and runs the
-same code as without any. In the equations w_s are the weights after s updates, eta_s the learning rate with all
-factors, and u_s all that the optimizer itself takes off the weights in update s.
+The table of mitigations is in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no
+mitigation, and runs the same code as without any. In the equations w_s are the weights after s updates, eta_s the
+learning rate with all factors, and u_s all that the optimizer itself takes off the weights in update s.
 """
 
 import math
@@ -29,24 +29,23 @@ def _plain_tensors() -> Iterator[None]:
 
 
 class Mitigation:
-    """The chosen rows in one stage, and their state.
+    """The mitigations chosen for one stage, and their state.
 
     Attributes:
         compensates: whether gradients of older versions are corrected.
-        history: for each parameter, the tensors that the rows keep of its last updates; saved in checkpoints.
+        history: for each parameter, the tensors of its last updates that mitigations need; saved in checkpoints.
     """
 
     def __init__(
         self, pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float, tie: Tie | None = None
     ) -> None:
-        """Mitigate the staleness of ``stage``.
+        """Mitigate the staleness of ``stage``, or of its copy of tied weights.
 
-        The learning rates of ``optimizer`` count ``lr_factor`` times.
-
-        ``tie``: of its copy of these tied weights. Their updates follow one staleness, the mean of all copies.
+        The learning rates of ``optimizer`` are multiplied by ``lr_factor``. With ``tie``, ``optimizer`` trains these
+        weights, and all their copies use the same staleness, the mean of all of them.
 
         Raises:
-            ConfigError: If the rows need a different optimizer.
+            ConfigError: If the mitigations need a different optimizer.
         """
         self._method, self._optimizer, self._lr_factor = pipeline.method, optimizer, lr_factor
         at = stage if tie is None else tie
@@ -62,7 +61,7 @@ class Mitigation:
         self._check(f"stage {stage}")
 
     def _check(self, where: str) -> None:
-        """Raise ConfigError if a chosen row does not work with the optimizer."""
+        """Raise ConfigError if a mitigation does not work with the optimizer."""
         kind, method = type(self._optimizer), self._method
         momenta = [_momentum(group) for group in self._optimizer.param_groups]
         is_sgd, is_adam, has_momentum = kind is SGD, kind in (Adam, AdamW), all(mu > 0 for mu in momenta)
@@ -87,7 +86,7 @@ class Mitigation:
     def begin(self, epoch: int) -> None:
         """Prepare for ``epoch``.
 
-        In one that flushes, no gradient is stale, and rows only keep their state.
+        In an epoch that flushes, no gradient is stale, and mitigations only keep their state.
         """
         self._is_stale = epoch >= self._method.flush_epochs
 
@@ -109,9 +108,9 @@ class Mitigation:
     # --- forward_weights ------------------------------------------------------------------------------------
 
     def forward_weights(self, update: int) -> dict[nn.Parameter, Tensor]:
-        """Return the weights of forwards before ``update``, in new memory.
+        """Return the predicted weights for forwards before ``update``.
 
-        Parameters without a prediction are left out.
+        They are in new memory, by parameter; parameters without a prediction are left out.
         """
         ahead: dict[nn.Parameter, Tensor] = {}
         with _plain_tensors():
@@ -126,7 +125,7 @@ class Mitigation:
         return ahead
 
     def _displaced(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
-        """Predict by displacement: w_s + c (w_s - w_s-1).
+        """Add to ``ahead`` w_s + c (w_s - w_s-1), predicted by displacement.
 
         c = gamma (``nesterov``), or the horizon times eta_s / eta_s-1 (``predict``).
         """
@@ -150,7 +149,7 @@ class Mitigation:
         return momentum * _series(momentum, self._horizon_updates)
 
     def _ahead_by_sgd(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
-        """Compute w - eta (horizon) v."""
+        """Add to ``ahead`` w - eta (horizon) v, predicted by SGD's velocity v."""
         state = self._optimizer.state
         known = [p for p in group["params"] if state.get(p, {}).get("momentum_buffer") is not None]
         if known:
@@ -159,7 +158,7 @@ class Mitigation:
             ahead.update(zip(known, steps, strict=True))
 
     def _ahead_by_adam(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
-        """Predict by Adam's moments.
+        """Add to ``ahead`` weights predicted by Adam's moments.
 
         ``linear``: t times the last update; ``geometric``: the next ceil(t) updates if all gradients were 0.
 
@@ -180,7 +179,7 @@ class Mitigation:
     # --- gradient -------------------------------------------------------------------------------------------
 
     def compensate(self, newest: Sequence[Tensor], older: Sequence[Tensor]) -> None:
-        """Correct each gradient g to g + lambda g g (w_newest - w_older)."""
+        """Correct each older gradient g to g + lambda g g (w_newest - w_older)."""
         factor = self._method.delay_compensation_lambda
         with _plain_tensors():
             for now, then in zip(newest, older, strict=True):
@@ -195,7 +194,7 @@ class Mitigation:
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Step the optimizer, and correct its update by the chosen rows."""
+        """Step the optimizer, and correct its update by the chosen mitigations."""
         parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
         with _plain_tensors():
             gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
@@ -212,7 +211,7 @@ class Mitigation:
                 self._remember(parameters, before)
 
     def _decayed_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Return copies of the gradients as SGD adds them to its velocity."""
+        """Return the gradients, with weight decay, that SGD adds to its velocity."""
         found: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
             if known := [p for p in group["params"] if p.grad is not None]:
@@ -241,7 +240,7 @@ class Mitigation:
                 torch._foreach_add_(moved, [gradients[p] for p in moved], alpha=now)
 
     def _feed_back(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
-        """Feed back errors: w - u_s - c (u_s - u_s-lag)."""
+        """Move the parameters to w_s - u_s - c (u_s - u_s-lag)."""
         updates = torch._foreach_sub(before, list(parameters))
         for p, update in zip(parameters, updates, strict=True):
             past = self.history.setdefault(p, {}).setdefault("updates", [])
@@ -251,7 +250,7 @@ class Mitigation:
             del past[: -self._lag]
 
     def _look_ahead(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
-        """Compute w_s+1 = w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
+        """Move the parameters to w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
         gamma = self._method.nesterov_gamma
         for p, earlier in zip(parameters, before, strict=True):
             p.add_(earlier - p, alpha=gamma)
@@ -259,7 +258,7 @@ class Mitigation:
                 p.add_(past["displacement"], alpha=gamma)
 
     def _remember(self, parameters: Sequence[nn.Parameter], before: list[Tensor]) -> None:
-        """Keep w_s+1 - w_s and eta_s, in the memory of ``before``."""
+        """Keep w_s+1 - w_s, in the memory of ``before``, and eta_s."""
         torch._foreach_neg_(before)
         torch._foreach_add_(before, list(parameters))
         steps = iter(before)
@@ -275,7 +274,7 @@ def mitigation_of(
     """Return the mitigation of ``stage``, or of its tied weights, or None.
 
     Raises:
-        ConfigError: If the rows need a different optimizer.
+        ConfigError: If the mitigations need a different optimizer.
     """
     is_stale = pipeline.mitigations(stage if tie is None else tie)
     return Mitigation(pipeline, stage, optimizer, lr_factor, tie) if is_stale else None
@@ -286,7 +285,7 @@ def _trained(group: Group) -> list[nn.Parameter]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Return a sparse gradient, or a sum of some, as a dense tensor."""
+    """Return a gradient or velocity, which may be sparse, as a dense tensor."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 

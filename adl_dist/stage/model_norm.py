@@ -2,7 +2,7 @@
 
 ``clip_grad_norm_`` takes the norm of the vector of all tensors' norms, in the order of ``model.parameters()``. Each
 stage puts the norms of its own tensors into that vector, which travels from the last stage to stage 0, and stage 0
-sends the result back. So it is torch's to the bit, which a sum of squares of each stage is not.
+sends the result back. So the result is torch's to the bit, which a sum of the stages' squared norms would not be.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ class ModelNorm:
     """One stage's part in the norm of the whole model's gradient.
 
     Attributes:
-        norms: [1, parameters of the model], the norms that are known here of the group that is complete.
+        norms: [1, number of parameters of the model], the norms for the complete group, MISSING where unknown here.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ModelNorm:
         Args:
             names: the first names of the uncut model's parameters, in its order.
             named: the stage's own parameters, by all names.
-            ties: its copies of tied weights; the first stage of a tie has the norm of their summed gradient.
+            ties: its copies of tied weights; the first stage of a tie adds the norm of their summed gradient.
             missing: ``MISSING``, in the dtype and on the device of norms.
         """
         self._ties, self._missing = [tie for tie in ties if tie.is_first], [missing] * len(names)
@@ -51,7 +51,7 @@ class ModelNorm:
         self._whole: Tensor | None = None
 
     def add(self, part: Tensors) -> None:
-        """Add the norms of other tensors, like those from downstream."""
+        """Add the norms of other tensors, such as those from downstream."""
         self.norms = torch.maximum(self.norms, part[0])  # of which one is MISSING; NaN stays
 
     def part(self) -> Tensors:

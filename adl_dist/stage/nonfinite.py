@@ -2,9 +2,8 @@
 
 Stages update a group one after another, the last one first. So that a group is skipped in all stages or in none, the
 last stage decides, and its decision travels in the place of a gradient: NaN in every element of the last gradient of
-the group. A stage that gets it skips the group and sends the same; one that gets no gradients has none to apply. A
-fault that arises further upstream, in a backward that was given finite gradients, comes too late for that and stops the
-run.
+the group. A stage that receives NaN skips the group and sends NaN; a stage that gets no gradients has none to apply. A
+fault that arises further upstream, in a backward from finite gradients, comes too late for that and stops the run.
 """
 
 import math

@@ -27,7 +27,7 @@ def stage_optimizer(
 ) -> Optimizer | None:
     """Make the optimizer of a stage, or None if nothing is trained.
 
-    ``parameters`` are all of the stage, by name.
+    ``parameters`` are all parameters of the stage, by name.
 
     Raises:
         ConfigError: If the factory refuses them, or makes something that cannot train this stage by itself. The text
@@ -67,7 +67,7 @@ def stage_optimizer(
 
 
 class Learner:
-    """A holder of an optimizer: a stage, its tied weights, or its head.
+    """A part with its own optimizer: a stage, its tied weights, or its head.
 
     Attributes:
         where: its name in errors.
@@ -96,7 +96,7 @@ class Learner:
         self._lr_factor = lr_factor
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of all that it may train."""
+        """Yield (name, parameter) of all parameters that it may train."""
         raise NotImplementedError
 
     def make_optimizer(self, factory: OptimizerFactory) -> Optimizer | None:
@@ -123,8 +123,8 @@ class Learner:
         """Step the optimizer once, and count the update.
 
         Args:
-            parameters: those with gradients, which are scaled down to the limit, if there is one.
-            norm: the 2-norm by which they are scaled; None without gradients.
+            parameters: the parameters with gradients, which are scaled down to ``clip_norm`` if that is set.
+            norm: the 2-norm by which gradients are scaled; None without gradients.
             in_place: the context of the step.
             skipped: whether the gradients are dropped instead; version and learning rate advance all the same.
 

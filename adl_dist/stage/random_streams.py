@@ -27,7 +27,7 @@ def _seed_at(last: int, *stream: Any) -> int:
 
 @lru_cache(maxsize=2048)
 def _block_of_seeds(block: int, *stream: Any) -> list[int]:
-    """Return ``SEEDS_AT_ONCE`` seeds."""
+    """Return the ``SEEDS_AT_ONCE`` seeds of ``stream`` in one ``block``."""
     last = range(block * SEEDS_AT_ONCE, (block + 1) * SEEDS_AT_ONCE)
     seeds: list[int] = stream_seeds(*stream, last=last).tolist()
     return seeds
@@ -37,7 +37,7 @@ class RandomStreams:
     """The seeds of the global random streams in one stage."""
 
     def __init__(self, seed: int, stage: int, draws: Collection[str] = ()) -> None:
-        """Seed torch's stream, and those in ``draws``: ``python``, ``numpy``."""
+        """Prepare seeds of torch's stream and of ``draws``: ``python``, ``numpy``."""
         self._seed, self._stage, self._streams = seed, stage, ("torch", *sorted(draws))
         self.begin(0, first_micro_batch=0)
 
@@ -53,7 +53,7 @@ class RandomStreams:
         return _seed_at(self._first_micro_batch + micro_batch, self._seed, purpose, self._epoch, self._stage)
 
     def seeds_of(self, micro_batch: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the seeds of a forward: those common to all stages, and its own."""
+        """Return (seeds common to all stages, the stage's own), each by stream."""
         of_epoch = self._first_micro_batch + micro_batch
         common = {s: _seed_at(of_epoch, self._seed, f"common {p}", self._epoch) for s, p in PURPOSES.items()}
         return common, {stream: self.seed_of(purpose, micro_batch) for stream, purpose in PURPOSES.items()}

@@ -37,7 +37,7 @@ class Precision(PrecisionSettings):
                 object.__setattr__(self, name, getattr(torch, value, value))
 
     def check(self, method: Method) -> None:
-        """Raise ConfigError for formats that cannot be computed."""
+        """Raise ConfigError for settings that exclude each other or ``method``."""
         if self.dtype not in (torch.float32, torch.float64):
             raise ConfigError(
                 f"dtype={_named(self.dtype)} is not supported; expected torch.float32 or torch.float64: narrower "
@@ -216,7 +216,7 @@ def in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None 
 
 
 def in_memory_format(module: nn.Module, *, channels_last: bool) -> None:
-    """Store the weights of convolutions in a memory format."""
+    """Store 4-dimensional parameters in channels_last or contiguous format."""
     wanted = torch.channels_last if channels_last else torch.contiguous_format
     for parameter in module.parameters():
         if parameter.ndim == 4 and not parameter.is_contiguous(memory_format=wanted):

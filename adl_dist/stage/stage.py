@@ -1,4 +1,4 @@
-"""One part of the network, and its state from forward to backward."""
+"""One stage of the model, and its state from forward to backward."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,12 +73,12 @@ class Stage(Learner):
         gradient_head: the head that predicts gradients, with its optimizer; None if there is none.
         loss: the loss of the model, or a local one; None if this stage computes none.
         metrics: the metrics of its output besides the loss; only the last stage has any.
-        epoch_metrics: those of all outputs of an evaluation.
+        epoch_metrics: the metrics of all outputs of an evaluation together.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: the figures of the group or evaluation so far; the owner takes them and puts in a fresh object.
         faults: the check of loss and gradient of each update; the last ones are checked at the end of a segment.
         ties: its copies of weights that other stages also hold, by the number of the tie.
-        model_norm: its part in the norm of the whole model's gradient, by which it clips; None if by its own.
+        model_norm: its part in the norm of the whole model's gradient, if it clips by that norm; otherwise None.
     """
 
     def __init__(  # 9: the module, facts about it, and where and how it is trained
@@ -170,7 +170,7 @@ class Stage(Learner):
                 check_versions(self._trained, self.where)
 
     def _init_call(self, spec: TrainSpec, compiler: Compiler | None) -> None:
-        """Make the call of the module: compiled, split and seeded as asked for."""
+        """Build the call of the module, compiled or split if asked for."""
         module = self.module
         self._part = cast(Any, module) if is_part(module) else None
         self._draws_common = self._part is not None and bool(self._part.draws[0])
@@ -195,7 +195,7 @@ class Stage(Learner):
 
     @property
     def learners(self) -> tuple[Learner, ...]:
-        """The stage, its tied weights and its head, if that learns by itself."""
+        """The stage, its tied weights, and its head if that has an optimizer."""
         return (self, *self.ties.values()) if self.gradient_head is None else (self, self.gradient_head)
 
     @property
@@ -205,14 +205,14 @@ class Stage(Learner):
 
     @property
     def averages_to_save(self) -> list[WeightAverage]:
-        """The averages that no other stage saves; the first one saves tied ones."""
+        """The averages to save here; those of tied weights are the first stage's."""
         others = [tie.average for tie in self.ties.values() if not tie.is_first]
         return [one for one in self.averages if one not in others]
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, parameter) by the uncut model's names.
 
-        Those of a head that learns by itself are not the stage's, nor are tied weights.
+        Tied weights and the parameters of a head with its own optimizer are left out.
         """
         of_module = self.module.named_parameters(remove_duplicate=remove_duplicate)
         yield from ((name, p) for name, p in of_module if id(p) not in self._is_tied) if self.ties else of_module
@@ -246,7 +246,7 @@ class Stage(Learner):
             self._trained.zero_grad()
 
     def _check_trains_the_same(self) -> None:
-        """Raise ConfigError if the trained parameters are not those at the start."""
+        """Raise ConfigError if ``requires_grad`` of a parameter was changed."""
         named = self._trained.named_parameters()
         if unlike := [name for name, p in named if p.requires_grad != self._takes_gradient.get(name, p.requires_grad)]:
             raise ConfigError(
@@ -255,7 +255,7 @@ class Stage(Learner):
             )
 
     def rounding_seed(self, micro_batch: int) -> int:
-        """Return the seed that rounds gradients of one micro-batch for sending."""
+        """Return the seed that rounds the gradients sent for one micro-batch."""
         return self._random.seed_of("codec", micro_batch)
 
     def wait_for_device(self) -> None:
@@ -264,7 +264,10 @@ class Stage(Learner):
             torch.cuda.current_stream(self._device).synchronize()
 
     def use_weights(self, num_updates: int) -> None:
-        """Use the weights after ``num_updates`` of the segment from here on."""
+        """Forward from here on with the weights after ``num_updates`` updates.
+
+        The updates are counted in the segment.
+        """
         self._forward_version = self._first_version + num_updates
 
     def forward(
@@ -274,11 +277,12 @@ class Stage(Learner):
         *wanted: Tensor | None,
         keep_graph: bool = True,
     ) -> Tensors:
-        """Forward one micro-batch; return the detached output, or ().
+        """Forward one micro-batch; return the detached tensors for the next stage.
 
-        ``acts`` [B, ...] come from upstream or the data. ``wanted`` has the target [B, ...] or its tensors, followed by
-        the counts of :func:`~adl_dist.stage.loss.counted` if the loss counts its terms; None without a loss. The graph
-        is kept; without ``keep_graph`` only the inputs are, for :meth:`recompute`.
+        The last stage returns (). ``acts`` [B, ...] come from upstream or the data. ``wanted`` has the target [B, ...]
+        or its tensors, followed by the counts of :func:`~adl_dist.stage.loss.counted` if the loss counts its terms;
+        None without a loss. The graph is kept for :meth:`backward`; without ``keep_graph`` only the inputs are kept,
+        for :meth:`recompute`.
         """
         target, weight, num_terms = (None, None, None) if self.loss is None else self.loss.wanted(wanted)
         leaves = self._leaves_of(acts) if self.index > 0 else acts
@@ -324,9 +328,9 @@ class Stage(Learner):
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward with the present weights, and keep the graph.
 
-        Dropout draws the same numbers again, and the module sees the buffers that the forward saw. Its changes of them
-        are thrown away: BatchNorm's running statistics moved in the forward. A stage of a cut model runs only its own
-        calls again, without the user's Python between them.
+        Dropout draws the same numbers again, and the module sees the buffers that the forward saw. Changes that the
+        replay makes to buffers are dropped, because BatchNorm's running statistics have moved in the forward. A stage
+        of a cut model runs only its own calls again, without the user's Python between them.
         """
         kept = self.in_flight[micro_batch]
         self._seed_forward(micro_batch)
@@ -339,9 +343,9 @@ class Stage(Learner):
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
-        Without a loss, ``grads`` are the gradients of those tensors sent downstream that take one. With a loss,
-        ``grads`` has the weight of this micro-batch in its group, which scales all of them, unless the forward got it.
-        Return the gradients of those acts that take one, for upstream; none on stage 0 and where stages learn locally.
+        Without a loss, ``grads`` are the gradients of the tensors sent downstream that take one. With a loss, ``grads``
+        has one entry, the weight of this micro-batch's loss in its group; it is not read if the forward got the weight.
+        Return the gradients of the acts that take one, for upstream; () on stage 0 and where stages learn locally.
 
         Raises:
             PartitionError: If an act has no gradient but should have one, or has one but should not.
@@ -376,7 +380,8 @@ class Stage(Learner):
         """Run the first part of a backward, see :meth:`backward`.
 
         Most gradients of weights are left for :meth:`backward_weight`. If this ``completes`` a group, the group before
-        is checked. Where updates may be skipped, both parts run now, because the gradients sent depend on the check.
+        is checked. If updates may be skipped as well, both parts run now, because the gradients sent depend on the
+        check of this group.
         """
         if completes and self._skips:
             for earlier in list(self._deferred_grads):
@@ -409,12 +414,12 @@ class Stage(Learner):
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Check a complete group before its last gradients go upstream.
 
-        No stage upstream can complete the group before they arrive. The last backward took ``arrived`` and returned
+        No stage upstream can complete the group before these arrive. The last backward took ``arrived`` and returned
         ``leaving``; return the gradients to send instead.
 
         Raises:
-            DivergedError: If the loss or the gradient of the group is not finite; weights are left as they are. On
-                a GPU, and with a split backward, this is about the group before, which has been applied.
+            DivergedError: If the loss or the gradient of the group is not finite; weights are left as they are. On a
+                GPU, and with a split backward, the error is about the group before, which has been applied.
         """
         parameters = self._policy.gather() if self._policy else []
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -453,7 +458,7 @@ class Stage(Learner):
         self._note_tied()
 
     def update_tied(self, tie: int) -> None:
-        """Apply the oldest sum of tied gradients, right after an update."""
+        """Apply the oldest gradient sum of a tie, right after an update."""
         assert self._policy is not None
         self.ties[tie].update(self._policy.in_place(), self.model_norm.whole() if self.model_norm else None)
         self._note_tied()
@@ -476,8 +481,9 @@ class Stage(Learner):
 
     @torch.no_grad()
     def predict(self, micro_batch: int, acts: Tensors, *wanted: Tensor | None) -> Tensors:
-        """Forward one micro-batch for evaluation.
+        """Forward one micro-batch for evaluation, without a graph.
 
+        Return the tensors for the next stage. The last stage returns () and adds loss and metrics to its tally.
         ``wanted`` is that of :meth:`forward`.
         """
         self._seed_forward(micro_batch)

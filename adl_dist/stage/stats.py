@@ -24,9 +24,9 @@ class StepStats:
         sizes: samples of each micro-batch that was scored.
         losses: the mean loss of each of these micro-batches; none where there is no loss.
         num_terms: the number of terms that each of these losses averages over; empty if that is its samples.
-        hits: (right predictions, targets), int64[2], in each of them; none if the task has no classes.
-        measured: (sum, count), float64[2], of each metric, for each of them; empty without metrics.
-        outputs: output and target of each of them, on the CPU, in an evaluation with epoch metrics.
+        hits: (right predictions, targets), int64[2], in each of these; none if the task has no classes.
+        measured: for each of these micro-batches, (sum, count), float64[2], of each metric; empty without metrics.
+        outputs: (output, target) of each of these, on the CPU, in an evaluation with epoch metrics.
         of_classes: whether the loss is torch's of classes.
         predictions: those of :class:`~adl_dist.stage.heads.GradientHead` since the last update.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
@@ -83,7 +83,7 @@ class StepStats:
     def fetch(self, arrived: Sequence[Tensor] = ()) -> bool:
         """Start to copy the figures off a GPU; return False on a CPU.
 
-        A stage without figures is on a GPU if the tensors that ``arrived`` for it are.
+        A stage without figures knows its device by the tensors that ``arrived`` for it.
         """
         norms = [] if self.gradient_norm is None else [self.gradient_norm]
         if not any(number.is_cuda for number in (*self.losses[:1], *self.predictions[:1], *norms, *arrived[:1])):
@@ -96,16 +96,17 @@ class StepStats:
         return True
 
     def seconds_since(self, begin: torch.cuda.Event) -> float | None:
-        """Return the seconds from ``begin`` to the :meth:`numbers`; None on a CPU.
+        """Return the seconds from ``begin`` to the figures; None on a CPU.
 
-        The host's clock would give the time of their launch, because a host is about an update ahead of its GPU.
+        The GPU's clock is read. The host's clock would show when the work was launched, about an update earlier.
         """
         return None if self._fetched is None else begin.elapsed_time(self._fetched) / 1000
 
     def numbers(self) -> dict[str, float | int]:
-        """Return the figures that exist as plain numbers, by name.
+        """Return the available figures as plain numbers, by name.
 
-        The loss sum is over ``num_terms``, or over the samples without these; hits are among ``num_classed``.
+        ``loss_sum`` is over ``num_terms`` terms, or over ``num_samples`` samples without these. ``num_correct`` targets
+        of ``num_classed`` are hits.
         """
         if self._fetched is None:
             self.fetch()
@@ -133,7 +134,7 @@ class StepStats:
         return numbers
 
     def sums(self, metrics: Sequence[Metric]) -> dict[str, tuple[float, float]]:
-        """Return (sum, count) of each of ``metrics`` that counted, by name."""
+        """Return (sum, count) of each metric with a count above 0, by name."""
         numbers = self.numbers()
         of_loss = float(numbers.get("loss_sum", 0.0)), float(numbers.get("num_terms", numbers["num_samples"]))
         columns = iter([*zip(*self.measured, strict=True)])

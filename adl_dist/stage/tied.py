@@ -1,8 +1,8 @@
 """Tied weights: copies in several stages, with the same updates.
 
-Every stage of a tie gives its part of a group's gradient, the first one adds up, and each applies the sum when it is
-due (:meth:`adl_dist.schedule.Pipeline.tie_delay`). An optimizer of its own, with the same settings and state on every
-stage, steps a copy; so the copies stay equal to the bit.
+Every stage of a tie sends its part of a group's gradient to the first stage, which adds up. Each stage applies the sum
+when it is due (:meth:`adl_dist.schedule.Pipeline.tie_delay`). A separate optimizer steps each copy, with the same
+settings and state on every stage, so the copies stay equal to the bit.
 """
 
 import math
@@ -29,8 +29,9 @@ class TiedWeights(Learner):
 
     Attributes:
         tie: the stages that share the weights; the first one adds up their gradients.
-        name: the first name of each parameter in the uncut model.
-        staleness: of each backward of the segment, the updates of these weights between its forward and its own.
+        name: the first names of its parameters in the uncut model, joined by commas.
+        staleness: for each backward of the segment, the updates of these weights between its forward and the update
+            with its gradient.
         is_first: whether this stage adds up, and saves the state of the optimizer.
     """
 
@@ -65,7 +66,7 @@ class TiedWeights(Learner):
         yield from self._parameters.items()
 
     def begin(self, epoch: int, version: int) -> None:
-        """Prepare for a segment of ``epoch``, begun with ``version``."""
+        """Prepare for a segment of ``epoch``, begun with ``version`` of the stage."""
         self._epoch, self._seen = epoch, {version: self.version}
         self._own, self.staleness = [], []
         self._sums.clear()
@@ -74,7 +75,10 @@ class TiedWeights(Learner):
             self.mitigation.begin(epoch)
 
     def note(self, version: int, *, oldest: int) -> None:
-        """Note that the newest ``version`` sees the present weights."""
+        """Note that forwards of the stage's ``version`` see the present weights.
+
+        Versions before ``oldest`` are forgotten.
+        """
         self._seen[version] = self.version
         for gone in [known for known in self._seen if known < oldest]:
             del self._seen[gone]
@@ -91,7 +95,7 @@ class TiedWeights(Learner):
         """Take and return the gradients of the group of update ``version``.
 
         Raises:
-            PartitionError: If the stage has no gradient for one of them.
+            PartitionError: If a parameter has no gradient on this stage.
         """
         self._own = []
         for name, parameter in self._parameters.items():
@@ -112,29 +116,29 @@ class TiedWeights(Learner):
         self._skipped.add(version)
 
     def part(self) -> Tensors:
-        """Return the part of this stage, each tensor [1, ...]."""
+        """Return the gradients of this stage, each [1, ...], for the first one."""
         own, self._own = self._own, []
         return tuple([grad.unsqueeze(0) for grad in own])
 
     def add(self, part: Tensors) -> None:
-        """Add the part of a different stage."""
+        """Add the gradients of a different stage to those of this one."""
         torch._foreach_add_(self._own, [grad.squeeze(0) for grad in part])
 
     def total(self) -> Tensors:
-        """Return the sum of all parts, each [1, ...], and keep it."""
+        """Return the summed gradients, each [1, ...], and keep them for update."""
         if self._own:
             self._sums.append(self._own)
             self._own = []
         return tuple([grad.unsqueeze(0) for grad in self._sums[-1]])
 
     def take(self, total: Tensors) -> None:
-        """Store the sum from the first stage."""
+        """Store the summed gradients from the first stage."""
         self._sums.append([grad.squeeze(0) for grad in total])
 
     def update(self, in_place: AbstractContextManager[None], model_norm: Tensor | None = None) -> None:
         """Apply the oldest sum ``in_place``, unless its group was skipped.
 
-        It is clipped by ``model_norm``, the norm of the whole model's gradient, or else by its own.
+        The sum is clipped by ``model_norm``, the norm of the whole model's gradient, or by its own norm if None.
 
         Raises:
             DivergedError: If the sum is not finite.

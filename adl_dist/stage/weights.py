@@ -28,7 +28,7 @@ class _Policy:
     """The common part of all policies: the optimizer and the mitigation.
 
     Attributes:
-        forwards_ahead: whether a forward sees other weights than the newest even of the newest version.
+        forwards_ahead: whether forwards of the newest version see predicted weights instead of the newest.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Latest(_Policy):
     _copies: tuple[list[Tensor], list[Tensor]] | None = None  # of the trained ones: ahead, and present
 
     def next_version(self, version: int, in_flight: Collection[int]) -> list[nn.Parameter]:
-        """Return :meth:`gather`, for a step in place."""
+        """Return the parameters with gradients, for a step in place."""
         self.forget()
         return self.gather()
 
@@ -129,7 +129,7 @@ class Stash(_Policy):
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
-        """Add older versions' gradients to the newest; return those with any."""
+        """Add older versions' gradients; return the parameters that have any."""
         for old in self._older.values():
             if self._mitigation is not None and self._mitigation.compensates:
                 self._mitigation.compensate(self._exchange.parameters, old)
@@ -146,9 +146,9 @@ class Stash(_Policy):
         return super().gather()
 
     def next_version(self, version: int, in_flight: Collection[int]) -> list[nn.Parameter]:
-        """Begin the version after ``version``; return :meth:`gather`.
+        """Begin the version after ``version``; return parameters with gradients.
 
-        ``in_flight`` are the versions that graphs not yet back-propagated were built with.
+        ``in_flight`` are the versions of the graphs with a backward still to come.
         """
         parameters = self.gather()
         self.forget(keep=in_flight)
@@ -181,7 +181,7 @@ def weight_policy(
 ) -> Latest | Stash:
     """Build the policy ``stash``, ``latest``, ``recompute`` or ``2bw``.
 
-    ``ahead`` predicts the weights of forwards; None if forwards see the newest weights.
+    ``ahead`` predicts the weights that forwards see; None if they see the newest.
     """
     # With ``recompute`` no graph outlives an update, so there is nothing to stash; but a forward that is replayed is
     # replayed with the present weights, not with those ahead.

@@ -28,7 +28,8 @@ _FITTING = threading.Lock()  # held by the trainer that trains
 def one_at_a_time(method: F) -> F:
     """Refuse a call of ``method`` while a method of its trainer runs.
 
-    Random streams are common to all threads, so ``fit`` in another thread is refused as well.
+    ``fit`` is also refused while another trainer of this process trains, because random streams are common to all
+    threads.
     """
 
     @functools.wraps(method)
@@ -66,7 +67,7 @@ def check_trainer(
     """Check the arguments of a Trainer; return the loss.
 
     Raises:
-        ConfigError: If one is of a wrong kind.
+        ConfigError: If an argument has a wrong type, or ``model`` is compiled and to be cut.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a process that only loads data
         raise SystemExit("this script trains when it is imported; put that under `if __name__ == '__main__':`")
@@ -97,7 +98,7 @@ def check_trainer(
 
 
 def resolve_method(method: Method | str | None) -> Method:
-    """Return the method itself, by its name, or by default."""
+    """Return ``method`` as a Method, from a name, or by default if None."""
     if isinstance(method, Method | None):
         return method or Method()
     if not isinstance(method, str):
@@ -106,7 +107,7 @@ def resolve_method(method: Method | str | None) -> Method:
 
 
 def check_layers(model: nn.Module, *, distributed: bool) -> None:
-    """Raise ConfigError for a SyncBatchNorm across stages."""
+    """Raise ConfigError if a SyncBatchNorm would average over stages."""
     synced = (name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm))
     if distributed and (name := next(synced, None)) is not None:
         raise ConfigError(
@@ -116,7 +117,7 @@ def check_layers(model: nn.Module, *, distributed: bool) -> None:
 
 
 def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> list[str]:
-    """Return notes about conversions of model and loss, a line each.
+    """Return notes on lost digits, modes and loss parameters, a line each.
 
     The modes of ``model`` stay as they are.
     """
@@ -154,7 +155,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def check_delays(method: Method, balance: object) -> None:
-    """Raise ConfigError if delays need a missing measurement."""
+    """Raise ConfigError if delays need ``balance=auto`` and do not have it."""
     if method.awaits_delays and balance != "auto":
         raise ConfigError(
             "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "

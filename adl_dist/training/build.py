@@ -39,11 +39,11 @@ Settings = dict[str, Any]
 def settle_partition(spec: TrainSpec, partitioned: PartitionedModel, startup: Startup) -> PartitionResult:
     """Settle the cut, the loss and the tensors between stages.
 
-    Return the spec with the settled values, the samples of this call, and the result of the trial, the same on every
-    rank.
+    Return the spec with the settled values, the result of the trial, the samples of this call, and the trained
+    parameters of this process. All but the last are the same on every rank.
 
     Raises:
-        ConfigError, PartitionError, DataError: If the job cannot be done.
+        ConfigError, PartitionError, DataError: If ranks disagree, or the model cannot be cut or trained like this.
     """
     world, agreement, loaders, plan = startup.world, startup.agreement, startup.loaders, startup.plan
     check_sizes(spec.pipeline, plan.first_epoch.sizes)
@@ -71,7 +71,7 @@ def build_worker(
         The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
 
     Raises:
-        ConfigError: If an optimizer or a learning rate schedule cannot be made, or a head lacks what it needs.
+        ConfigError: If an optimizer or a learning rate schedule cannot be made, or a head lacks class targets.
     """
     spec, result, samples, _ = settled
     world, loaders = startup.world, startup.loaders
@@ -123,7 +123,7 @@ def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> Settings:
-    """Return plain settings, equal on all ranks, to recognise a run folder."""
+    """Return the settings, equal on all ranks, that identify a run folder."""
     balance = partitioned.spec.balance
     rules = {"rules": spec.optimizer.settings} if isinstance(spec.optimizer, RuledOptimizer) else {}
     return {
@@ -137,7 +137,7 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> Settings:
 
 
 def sample_optimizer(factory: OptimizerFactory) -> Settings | str:
-    """Describe the optimizer of one small matrix, or its error.
+    """Return the settings of an optimizer of one small matrix, or its error.
 
     The optimizers of two stages may well differ, so ranks compare those that they make for the same parameter.
     """
@@ -175,7 +175,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
-    """Raise ConfigError for BatchNorm in a head on a single sample."""
+    """Raise ConfigError if BatchNorm in a head would get a single sample."""
     method = pipeline.method
     if pipeline.spec.has_heads and pipeline.num_stages > 1 and normalises_samples(method) and 1 in sizes:
         option, without = f"method.head={method.head}", "method.head=linear"
@@ -246,7 +246,7 @@ def build_stages(
 
 
 def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch.device) -> nn.Module | None:
-    """Build the head of stage ``k``, or return None."""
+    """Build the local head of stage ``k``, or return None if it has none."""
     method = spec.pipeline.method
     if not method.spec.has_heads or k == spec.pipeline.num_stages - 1:
         return None
@@ -267,7 +267,7 @@ def schedule_learning_rates(stages: Mapping[int, Stage], spec: TrainSpec, startu
     """Build the learning rate schedule of each optimizer, if ``spec`` has one.
 
     Returns:
-        The settings in optimizer and schedule of each stage.
+        A dictionary for each optimizer: its settings as ``optimizer`` and, with a schedule, ``lr_schedule``.
 
     Raises:
         ConfigError: If the schedule cannot be made, or is shorter than the run.

@@ -22,7 +22,7 @@ GO = Specs.always([TensorSpec((), "uint8")])  # only its arrival counts
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
-    """Return (kind, sending stage, receiving stage) of all edges."""
+    """Return (kind, sending stage, receiving stage) of edges, without ties."""
     edges = common_edges(pipeline.num_stages)
     for k in range(pipeline.num_stages - 1):
         if pipeline.spec.forward_lock:
@@ -48,11 +48,11 @@ def connect_stages(
     pipeline: Pipeline,
     codecs: Codecs,
 ) -> dict[int, StageContext]:
-    """Join the stages of this process to their neighbours anywhere.
+    """Connect the stages of this process; return their contexts by stage.
 
-    ``acts`` are the specs of the tensors that arrive at each of these stages and at the next one; ``targets`` those of
-    the loss's arguments after the output, with ``COUNTS`` as the last if it counts its terms. ``codecs`` are for
-    activations and gradients only: targets, labels and the sums of tied weights are never coded.
+    ``acts`` are the specs of arriving activations, by stage, for these stages and the next ones. ``targets`` are the
+    specs of the loss's arguments after the output; ``COUNTS`` is the last if the loss counts its terms. ``codecs`` are
+    for activations and gradients only: targets, labels and the sums of tied weights are never coded.
     """
     edges, tied = edges_of(pipeline), tied_edges(pipeline)
     if world.is_distributed:
@@ -88,7 +88,7 @@ def connect_stages(
 
 
 class _Joiner:
-    """The maker of the ends of edges in this process."""
+    """A builder of the ends of edges in this process."""
 
     def __init__(self, world: World, stages: Mapping[int, Stage], pipeline: Pipeline) -> None:
         self.contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -97,7 +97,7 @@ class _Joiner:
         self._answers: dict[int, SpecsByMicroBatch] = {k: {} for k in stages}
 
     def __call__(self, wire: Wire, source: int, to: int, *, device: torch.device, posted_ahead: int) -> None:
-        """Make the ends of an edge, with arrival on ``device``."""
+        """Build this process's ends of an edge; messages arrive on ``device``."""
         what, contexts = wire.what, self.contexts
         units = f" ({describe_units(contexts[source].stage.module)})" if source in contexts else ""
         if source in contexts and to in contexts:
@@ -132,16 +132,17 @@ class _Joiner:
 
 
 def receives_ahead(pipeline: Pipeline, source: int, to: int) -> int:
-    """Return the number of receives over gloo beyond the awaited one."""
+    """Return the number of receives that gloo posts beyond the awaited one."""
     is_next = abs(to - source) == 1
     return pipeline.received_ahead(min(source, to)) if is_next else pipeline.most_received_ahead
 
 
 def posted_ahead(pipeline: Pipeline, tie: Tie, op: Op, stage: int) -> int:
-    """Return the receives beyond the awaited one, in groups a stop keeps.
+    """Return the number of receives of tied gradients beyond the awaited one.
 
-    The first stage awaits parts of group g, the others the sum of g - D, after the forward of the last micro-batch of
-    g + d, with the delay d. A stop keeps all micro-batches that a stage has forwarded.
+    They are limited to groups that a stop keeps: it keeps all micro-batches that a stage has forwarded. After the
+    forward of the last micro-batch of group g + d, with the delay d, the first stage awaits parts of group g, and the
+    others the sum of group g - D, with the delay D of the tie.
     """
     if pipeline.flush or pipeline.method.flush_epochs:
         return 0

@@ -28,7 +28,7 @@ UNDER_WAY = 4  # from pinned memory to a device
 
 
 def in_format(tensor: Tensor, *, channels_last: bool) -> Tensor:
-    """Return images [B, C, H, W] as [B, H, W, C] in memory, if wanted."""
+    """Return images in the memory format channels_last, if it is set."""
     if not channels_last or tensor.ndim != 4:
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
@@ -53,7 +53,7 @@ class DeviceLoader:
         """Open the ``training`` or ``validation`` dataset.
 
         Raises:
-            DataError: If it is None, has fewer than ``min_samples``, or cannot be loaded.
+            DataError: If the dataset is None, has fewer than ``min_samples``, or cannot be loaded.
         """
         if dataset is None:
             raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
@@ -109,7 +109,7 @@ class DeviceLoader:
 
     @contextmanager
     def tried(self, sizes: Sequence[int]) -> Iterator[Batches]:
-        """Let the first micro-batches be read, of ``sizes``, before the run."""
+        """Yield a generator of first micro-batches, and put back the dataset."""
         with nullcontext() if self.stream is None else self.stream.put_back(), closing(self.batches(0, sizes)) as found:
             yield found
 
@@ -118,7 +118,7 @@ class DeviceLoader:
         self._loader.close()
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
-        """Measure the time to load a micro-batch here; 0 with workers."""
+        """Measure the seconds to load a micro-batch; 0 if workers load it."""
         if self._loader.num_workers:
             return 0.0
         times = min(4, self._loader.num_samples)
@@ -137,8 +137,8 @@ def check_targets(
 ) -> None:
     """Raise DataError for an unexpected class in ``target`` [B, ...].
 
-    Targets of torch's losses of ``classes`` are below ``num_outputs``. None may be one that the loss ignores, unless
-    its terms are counted, or it ``may_ignore`` some otherwise. The error names ``where``.
+    If ``classes`` describes the loss and ``num_outputs`` is known, targets must be in [0, ``num_outputs``). Targets
+    that the loss ignores are refused unless the loss ``may_ignore`` them. The error names ``where``.
     """
     if not isinstance(target, Tensor) or not is_class_target(target):
         return

@@ -32,8 +32,8 @@ class LazyWeights:
     """The tensors of a model on meta, or of a part of it, made on demand.
 
     A tensor that ``files`` hold is read. A parameter that they do not hold is filled by the model's ``draw_parameter``,
-    if it has one; any other by ``reset_parameters`` of its layer, as torch's own layers have it, which fills all
-    parameters and buffers of the layer.
+    if it has one. Any other tensor is made by ``reset_parameters`` of its layer, as torch's own layers have it, which
+    fills all parameters and buffers of the layer.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LazyWeights:
                         module.replace(full, old, made[id(old)])
 
     def _read_or_drawn(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Read the tensors ``todo`` of a layer, or draw them."""
+        """Return values by name for the tensors in ``todo``, read or drawn."""
         values: dict[str, Tensor] = {}
         for full, old in todo.items():
             if self.files is not None and (found := self._in_files(full)) is not None:
@@ -130,7 +130,7 @@ class LazyWeights:
         return next((method for name in RESETS if callable(method := getattr(layer, name, None))), None)
 
     def _reset_values(self, name: str, layer: nn.Module, todo: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Make those of ``todo`` that only ``reset_parameters`` makes."""
+        """Return values by name for the tensors in ``todo`` that need a reset."""
         needed = [full for full, tensor in todo.items() if self._is_reset(full, tensor)]
         if not needed:
             return {}
@@ -166,15 +166,14 @@ def prepare_weights(
     untied: Mapping[str, str] | None = None,
     skip: Sequence[str] = (),
 ) -> LazyWeights | None:
-    """Return a LazyWeights for a meta model, or load ``init_from``.
+    """Return LazyWeights for a model on meta, otherwise load ``init_from``.
 
-    In the second case return None.
-
-    ``untied`` maps the name of each untied parameter to the one that it was tied to.
+    After loading, or without ``init_from``, return None. ``untied`` maps the name of each untied parameter to the one
+    that it was tied to.
 
     Raises:
         ConfigError: If the model is on meta and cannot be made, or the folder of its weights lacks some.
-        CheckpointError: If ``init_from`` is not there, damaged, or of a different model.
+        CheckpointError: If ``init_from`` is missing, damaged, or of a different model.
     """
     if skip and (init_from is None or is_lazy_model(model)):
         raise ConfigError("init_skip leaves out tensors of init_from; it needs that, and a model that is not on meta")
@@ -204,7 +203,7 @@ def load_initial(model: nn.Module, path: PurePath, skip: Sequence[str] = ()) -> 
     Tensors with names that match a pattern in ``skip`` keep their values.
 
     Raises:
-        CheckpointError: If they are not there, damaged, or of a different model.
+        CheckpointError: If the weights are missing, damaged, or of a different model.
         ConfigError: If a pattern matches no tensor of ``model``.
     """
     own = model.state_dict()
@@ -274,5 +273,5 @@ def _unset_byte(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes [elements, bytes of one] of ``tensor``."""
+    """Return the bytes [elements, itemsize] of ``tensor``."""
     return tensor.contiguous().view(-1, 1).view(torch.uint8)

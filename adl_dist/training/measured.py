@@ -68,7 +68,7 @@ def take_profile(
     file of the measurement. ``feed`` is the source of stage 0's micro-batches, or None.
 
     Raises:
-        PartitionError: If that file is not a profile.
+        PartitionError: If the file ``kept_in`` is not a profile.
     """
     of = _profile_key(model, chain, spec, sample, micro_batch_size)
     profile = Profile.load(kept_in, of) if kept_in is not None and kept_in.is_file() else None
@@ -119,7 +119,7 @@ def unit_of_inputs(inputs: Tensor) -> str:
 
 
 def device_memory(device: torch.device, num_stages: int = 1) -> int | None:
-    """Return the GPU memory of a process's stage in bytes, or None on a CPU."""
+    """Return the usable GPU memory of one stage in bytes, or None on a CPU."""
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) // num_stages if device.type == "cuda" else None
 
 
@@ -154,8 +154,8 @@ def with_split_costs(
 ) -> Profile:
     """Return ``profile`` with the measured costs of a split backward.
 
-    ``profile`` is that of :func:`measure`, ``model`` the uncut model, ``input_`` a micro-batch with its ``target``
-    [B, ...]; ``within`` makes the context of the forward.
+    ``profile`` comes from :func:`measure`; ``model`` is the uncut model, and ``input_`` a micro-batch with its
+    ``target`` [B, ...]; ``within`` makes the context of the forward.
     """
     twin = copied_model(model).train()
     firsts = first_units(twin, chain)
@@ -209,7 +209,7 @@ def _one_round(
 
 
 def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> float | None:
-    """Return the ``given`` or known peak of one device, or None."""
+    """Return the ``given`` or known peak of a device in TFLOPS, or None."""
     if given is not None or device.type != "cuda" or spec.precision.autocast is not torch.bfloat16:
         return given
     name = torch.cuda.get_device_name(device)
@@ -222,10 +222,8 @@ def peak_tflops(given: float | None, spec: TrainSpec, device: torch.device) -> f
 def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> float | None:
     """Count the operations of forward and backward of one sample.
 
-    ``model`` changes.
-
     Counted are matrix products, convolutions and attention. Return None if lengths change, or if the model has none of
-    these.
+    these. The mode, buffers and gradients of ``model`` change.
     """
     if samples.varies:
         return None
@@ -242,8 +240,8 @@ def flops_per_sample(model: nn.Module, spec: TrainSpec, samples: Samples, device
 def links_between(links: str | None, world: World, agreement: Agreement, folder: Path | None) -> Links | None:
     """Return the links for the cut and delays, or None.
 
-    They are described by ``links``, or measured now if that is ``auto``, or were when the run in ``folder`` began with
-    as many stages in as many processes.
+    ``links`` describes them. If it is ``auto``, rank 0 returns the links recorded in ``folder`` for as many stages in
+    as many processes, or those measured now; all ranks take part, and the others return None.
     """
     K = world.num_stages
     if links is None or K == 1:
@@ -287,7 +285,7 @@ def record_delays(folder: Path, delays: Sequence[int]) -> None:
 
 
 def _rates_by_key(content: Any) -> dict[str, list[tuple[float, float]]]:
-    """Return the measured (bytes per second, seconds) of links."""
+    """Return lists of (bytes per second, seconds) of links, by key."""
     return {key: [(float(rate), float(wait)) for rate, wait in links] for key, links in content.items()}
 
 

@@ -62,8 +62,8 @@ class PartitionSpec:
 class ProcessOptions:
     """The processes and devices of the stages.
 
-    ``handle_signals``: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one, but for
-    SIGUSR1, end the process. Only in the main thread.
+    With ``handle_signals`` a SIGTERM, SIGINT or SIGUSR1 empties the pipeline, saves, and lets ``fit`` return. A second
+    signal other than SIGUSR1 ends the process. It works only in the main thread.
 
     Raises:
         ConfigError: If a value is out of range.

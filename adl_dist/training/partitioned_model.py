@@ -68,7 +68,7 @@ class Startup:
 
 
 class PartitionResult(NamedTuple):
-    """The settled spec, cut and trial."""
+    """The spec and the trial that all ranks have agreed on, with its samples."""
 
     spec: TrainSpec  # with the memory format
     result: TrialResult
@@ -76,7 +76,7 @@ class PartitionResult(NamedTuple):
     trained: frozenset[str]  # parameters of this process's stages that took a gradient then
 
     def holds_for(self, samples: Samples) -> bool:
-        """Return whether the trial had samples of the same specs."""
+        """Return whether ``samples`` have the same specs as those of the trial."""
         alike = [
             [(tree_structure(of), *map(TensorSpec.of, tensors_of(of))) for of in one.pair[0]]
             for one in (self.samples, samples)
@@ -98,7 +98,7 @@ class _Measured:
         return [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(self.profile.units)]
 
     def best_sizes(self, chain: Chain) -> list[int]:
-        """Choose the best cut that ``chain`` allows."""
+        """Return the units per stage of the best cut that ``chain`` allows."""
         allowed = replace(self.profile, units=self.units_of(chain))
         self.balance = best_cut(allowed, self.pipeline, machine=self.machine)
         return self.balance.sizes
@@ -109,7 +109,7 @@ class PartitionedModel:
     """A model and its cut, made before the first step.
 
     Raises:
-        ConfigError: If the speeds do not fit K, or a model on meta would have to be measured.
+        ConfigError: If the speeds in ``spec`` do not fit K, or a model on meta would have to be measured.
     """
 
     model: InitVar[nn.Module]
@@ -152,9 +152,8 @@ class PartitionedModel:
     def full_state_dict(self, *, distributed: bool) -> dict[str, Any]:
         """Return the tensors of the whole model on the CPU.
 
-        If ``distributed``, every rank must call it.
-
-        Extra state of modules is that of this process's stages; checkpoints have all of it.
+        If ``distributed``, every rank must call it. The extra state of modules is included only for this process's
+        stages; checkpoints have all of it.
         """
         if self.sizes is None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
@@ -185,15 +184,13 @@ class PartitionedModel:
     ) -> PartitionResult:
         """Cut the model, and compare its stages with the uncut model.
 
-        The result is the same on every rank.
-
-        The process of stage 0, which alone has data, measures if that is asked for; ``links`` are those between stages,
-        or None if they take no time.
+        The result, except ``trained``, is the same on every rank. Only the process of stage 0 has data, so it measures
+        for ``balance=auto``. ``links`` are the links between stages, or None if they take no time.
 
         Raises:
-            ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
-            PartitionError: If the model cannot be cut like that, no cut fits into memory, or the stages compute
-                something else than the uncut model.
+            ConfigError: If a stage or the loss does not accept its input, or there is nothing to train.
+            PartitionError: If the model cannot be cut like that, no cut fits into memory, or the stages compute other
+                values than the uncut model.
         """
         if self._settled is not None and (known := self._known(samples)) is not None:
             return known._replace(spec=replace(known.spec, gradients=spec.gradients))  # which a resumed run may keep
@@ -226,7 +223,7 @@ class PartitionedModel:
     def _choose(
         self, trial: Trial, chain: Chain | None, startup: Startup, links: Links | None
     ) -> tuple[TrainSpec, TrialResult, list[int]]:
-        """Choose the cut; return the spec with its delays, result and sizes."""
+        """Choose the cut; return the spec with delays, the trial's result, sizes."""
         spec, delays, balance = trial.spec, trial.spec.pipeline.nominal_delays, self.spec.balance
         if chain is None or self.num_stages == 1:
             if chain is not None:
@@ -256,7 +253,7 @@ class PartitionedModel:
         return spec, result, sizes
 
     def _describe(self, chain: Chain, sizes: list[int], measured: _Measured | None, *, is_fixed: bool) -> None:
-        """Note the cut, and the cause if it is uneven."""
+        """Add notes on the cut, and a warning with the cause if it is uneven."""
         if measured is not None:
             shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in measured.balance.stage_seconds)
             self._note(f"measured {cut_note(chain, sizes)}; {shown} ms per micro-batch")
@@ -270,7 +267,7 @@ class PartitionedModel:
             self.warning = why_uneven(chain.units, reasons, sizes, loads, of=of)
 
     def _fixed_sizes(self, chain: Chain) -> list[int] | None:
-        """Return the given sizes or those of the resumed run, or None."""
+        """Return the units per stage of a given or a resumed cut, or None."""
         if not isinstance(self.spec.balance, str):
             return checked_sizes(chain, self.num_stages, self.spec.balance)
         if self.begins:
@@ -283,8 +280,8 @@ class PartitionedModel:
     def _measure(self, trial: Trial, chain: Chain, startup: Startup, links: Links | None) -> _Measured | None:
         """Measure the units, and choose the delays left open by the method.
 
-        Only the process with the data does so. Values depend on delays, so a run keeps them, whatever is measured when
-        it continues.
+        Return None without data. Values depend on delays, so a run keeps its delays, whatever is measured when it
+        continues.
         """
         folder, spec, feed = startup.folder, trial.spec, startup.loaders.first
         if feed is None:
@@ -326,8 +323,8 @@ class PartitionedModel:
         """Return the result of an earlier call, if it holds for these samples.
 
         Raises:
-            ConfigError: If it does not, and this process does not hold the whole model any more; or if a parameter that
-                was frozen then is trained now.
+            ConfigError: If it does not hold, and this process has only some stages left; or if a parameter that was
+                frozen then is trained now.
         """
         settled = self._settled
         assert settled is not None
@@ -397,12 +394,12 @@ def _plain(tensor: Any) -> Any:
 
 
 def tie_copies(model: nn.Module, plan: StagePlan, stages: Iterable[StageModule]) -> tuple[Ties, list[str]]:
-    """Return the ties of ``stages`` of ``model``, with a note each.
+    """Return the ties of ``model`` cut into ``stages``, and a note on each.
 
     The copies on ``stages`` get the optimizer roles of the originals.
 
     Raises:
-        PartitionError: If something looks at the gradient of a tied parameter.
+        PartitionError: If a tied parameter has a hook on its gradient.
     """
     ties: Ties = {}
     notes = []
@@ -440,7 +437,7 @@ def untied(model: nn.Module) -> dict[str, str]:
     """Untie the parameters of ``model`` in place.
 
     Returns:
-        the names that shared one, each with the name that has kept it.
+        for the name of each new parameter, the name that has kept the shared one.
     """
     kept = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {}

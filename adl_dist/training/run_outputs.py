@@ -132,9 +132,9 @@ class Outputs:
         return progress
 
     def tell_end(self, summary: Summary, epochs: int, *, is_measured: bool) -> None:
-        """Tell of a stop, or how busy stages were.
+        """Print the cause of a stop, or a note that the cut is uneven.
 
-        A cut that ``is_measured`` cannot be better.
+        There is no note if the cut ``is_measured``, because it cannot be better.
         """
         if (stopped := summary.get("stopped")) is not None:
             complete = f"{stopped['epoch']} of {epochs} epochs complete"

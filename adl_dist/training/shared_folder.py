@@ -20,16 +20,16 @@ from adl_dist.training.startup_sync import Agreement
 def share_folder(
     folder: RunFolder | None, of_rank_0: Mapping[str, Any], world: World, agreement: Agreement
 ) -> tuple[RunFolder | None, dict[str, Any]]:
-    """Return rank 0's run folder for this process, and values ``of_rank_0``.
+    """Return this process's view of rank 0's run folder, and rank 0's values.
 
-    Rank 0 leaves a file in its folder, and the others look for it. Those that do not see it send their parts of
+    Rank 0 leaves a file in its folder, and the others look for it. Ranks that do not see it send their parts of
     checkpoints to rank 0, and read them through it.
 
-    ``folder`` is that which this process was given; that of rank 0 counts. ``of_rank_0`` has its ``place``, None
-    without one, and ``resume``.
+    ``folder`` is the run folder given to this process; only that of rank 0 counts. ``of_rank_0`` are the values to
+    return from rank 0: ``place``, None without a run folder, and ``resume``.
 
     Raises:
-        ConfigError: If the run's newest checkpoint is on another machine than rank 0.
+        ConfigError: If the run's newest checkpoint is on another machine than rank 0, or its folder is in memory.
     """
     token = Path(f".{uuid.uuid4().hex}")
     is_local = folder is not None and isinstance(folder.place, Path)
@@ -74,7 +74,7 @@ def share_folder(
 
 
 def say_node(world: World, agreement: Agreement, *, quiet: bool) -> None:
-    """On each of several nodes, print its ranks and the place of progress."""
+    """On each of several nodes, print its ranks and the node with progress."""
     first = agreement.first(socket.gethostname())
     if quiet or is_one_node(world.size) or int(os.environ.get("LOCAL_RANK", 0)):
         return

@@ -1,8 +1,9 @@
 """Agreement through the store before the first tensor is sent.
 
-All hold the whole model then, and try it out with the same samples, so each finds by itself what travels where. Through
-the store go only those samples, a cut that rank 0 has measured, and what all must have in common. A rank that fails
-publishes why, so that the others end with the same error; in gloo a mismatch would abort the process.
+Every rank then holds the whole model, and tries it out with the same samples, so each finds by itself which tensors are
+sent where. Only these samples, a cut that rank 0 has measured, and values that must be equal on all ranks go through
+the store. A rank that fails publishes its error, so that the others end with the same one; in gloo a mismatch would
+abort the process.
 """
 
 import atexit
@@ -29,7 +30,7 @@ NUM_SAMPLED = 4  # elements of a tensor
 
 
 def sampled(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
-    """Return a few elements of each tensor, to compare random numbers."""
+    """Return a few elements of each tensor by name, to compare random numbers."""
     samples = {}
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not tensor.is_quantized:
@@ -43,8 +44,8 @@ def sampled(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
 class Agreement:
     """The values that ranks publish in the store of one call, in turns.
 
-    Every rank makes the same turns in the same order. They raise StageFailed if a rank that is waited for has failed,
-    and ChannelError if it does not answer in time.
+    Every rank makes the same turns in the same order. A turn raises StageFailed if a rank that it waits for has failed,
+    and ChannelError if that rank does not answer in time.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -53,13 +54,16 @@ class Agreement:
         self._store, self._turn = store, 0
 
     def all(self, value: Any, *, call: str = "") -> list[Any]:
-        """Publish ``value``, at the begin of ``call`` if given; return all values."""
+        """Publish ``value``, and return the values of all ranks.
+
+        If a call of the trainer begins with this turn, ``call`` is its name, for messages.
+        """
         self._turn += 1
         self._publish({"value": value})
         return [self._read(other, call) for other in range(self.size)]
 
     def first(self, value: Any = None) -> Any:
-        """Return the ``value`` of rank 0; those of others do not count."""
+        """Return the ``value`` of rank 0; the values of other ranks are ignored."""
         self._turn += 1
         if self.rank == 0:
             self._publish({"value": value})
@@ -67,7 +71,7 @@ class Agreement:
 
     @contextmanager
     def propagate_errors(self) -> Iterator[None]:
-        """Publish an error inside to the ranks that would wait for this one."""
+        """Publish an error of the block to the ranks that wait for this one."""
         try:
             yield
         except StageFailed:
@@ -104,11 +108,12 @@ class Agreement:
 
 
 def start_call(world: World, name: str) -> Agreement:
-    """Return the agreement of a call, once every rank has made it.
+    """Wait until every rank has made the call; return its Agreement.
 
     Raises:
-        ConfigError: If another rank makes another call.
-        ChannelError: If another rank makes none in time.
+        ConfigError: If a rank makes a different call.
+        ChannelError: If a rank makes no call in time.
+        StageFailed: If a rank fails before its call.
     """
     if world.is_distributed and not world.num_jobs:
         atexit.register(_leave, world)
@@ -123,7 +128,7 @@ def start_call(world: World, name: str) -> Agreement:
 
 
 def _leave(world: World) -> None:
-    """Tell ranks that make another call that this one has ended."""
+    """Tell the ranks that make a further call that this rank has ended."""
     text = (
         f"rank {world.rank} has ended without this call; every rank must make it, also if only rank 0 uses the result"
     )

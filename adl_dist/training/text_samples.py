@@ -1,4 +1,4 @@
-"""Text by the weights of each checkpoint."""
+"""Text generated with the weights of each checkpoint."""
 
 import copy
 from collections.abc import Callable
@@ -15,8 +15,9 @@ class TextSamples(Callback):
     """A callback that prints a text after each checkpoint; stages wait for it.
 
     Args:
-        model: the uncut model, of which a copy takes the weights of the checkpoints.
-        write: from that copy, in evaluation mode on the CPU, to a text; see :func:`adl_dist.models.generate`.
+        model: the uncut model; a copy of it loads the weights of each checkpoint.
+        write: a function from this copy, in evaluation mode on the CPU, to a text; see
+            :func:`adl_dist.models.generate`.
     """
 
     def __init__(self, model: nn.Module, write: Callable[[nn.Module], str]) -> None:

@@ -69,10 +69,10 @@ class Trainer:
 
     Each stage has a process under torchrun; otherwise all are in this process.
 
-    Initial weights are the model's own: for the same ones in every run, and on every rank, call ``torch.manual_seed``
-    before it is built. :meth:`full_state_dict` returns those that training ends with. Of a model on
-    ``torch.device("meta")`` each process makes the weights of its own stages only, or reads them from ``init_from``;
-    other Parameter objects then take the place of those that it has now (docs/huggingface.md).
+    Initial weights are the model's own: call ``torch.manual_seed`` before the model is built, so that they are equal in
+    every run and on every rank. :meth:`full_state_dict` returns the trained weights. For a model on
+    ``torch.device("meta")`` each process makes only the weights of its own stages, or reads them from ``init_from``;
+    new Parameter objects then replace those of the model (docs/huggingface.md).
 
     Examples:
         >>> torch.manual_seed(0)
@@ -88,12 +88,12 @@ class Trainer:
     Args:
         model: any module. It is called with the data's input: a tensor, the elements of a tuple, or the entries of a
             dictionary by their names. It is cut when there is data to try it with.
-        loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md), or
-            ``model``: the loss that the model returns, see :class:`adl_dist.losses.ModelLoss`.
-        optimizer: makes a torch optimizer from the parameters of one stage; with groups by rules, see
+        loss_fn: a function from (output, target) to the mean loss over the samples, or over terms that it counts
+            (docs/own.md), or ``model`` for the loss that the model returns, see :class:`adl_dist.losses.ModelLoss`.
+        optimizer: makes a torch optimizer from the parameters of one stage; for groups by rules, see
             :func:`adl_dist.optimizers.with_rules`, which also freezes parameters of ``model``.
-        loss_reduction: ``mean`` if ``loss_fn`` is such a mean, ``batch`` if it is another loss of a micro-batch, like
-            one with a router's term; each then weighs as many samples as it has.
+        loss_reduction: ``mean`` if ``loss_fn`` returns such a mean; ``batch`` for any other loss of a micro-batch, like
+            one with a router's term, which is then weighted by the number of samples.
         method: from :func:`adl_dist.method`, or a method's name; by default ADL with M = 4.
         num_stages: K.
         partition: where the model is cut.
@@ -107,15 +107,15 @@ class Trainer:
         ema: the decay of a moving average of the weights; if None, there is none.
         processes: device, threads and processes.
         timeouts: how long the job may stand still.
-        seed: seeds data order, augmentation and dropout, and the weights of a model on meta.
-        init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint, or
-            a state_dict saved by ``torch.save``.
+        seed: the seed of data order, augmentation and dropout, and of the weights of a model on meta.
+        init_from: weights to begin with: a safetensors file, a folder of several with their index, a checkpoint, or a
+            state_dict saved by ``torch.save``.
         init_skip: patterns of names like ``fc.*``: these tensors are not taken from ``init_from``.
 
     Raises:
-        ConfigError: If an argument is of a wrong kind or out of range, the number of processes is not K, the method
+        ConfigError: If an argument has a wrong type or is out of range, the number of processes is not K, the method
             does not fit K, or tensors of a model on meta cannot be made.
-        CheckpointError: If ``init_from`` is not there, damaged, or of another model.
+        CheckpointError: If ``init_from`` is missing, damaged, or of another model.
     """
 
     def __init__(  # 17: the model and its weights, six values that say how it is trained, the figures, the seed
@@ -186,7 +186,7 @@ class Trainer:
         init_from: str | os.PathLike[str] | None,
         init_skip: Sequence[str],
     ) -> PartitionedModel:
-        """Load or prepare the weights of ``model``, which is not cut yet."""
+        """Return ``model``, not cut yet, with its weights loaded or prepared."""
         spec, num_stages = self._spec, self._spec.pipeline.num_stages
         arguments.check_delays(spec.pipeline.method, partition.balance)
         names = untied(model) if partition.tied == "untie" else {}
@@ -208,7 +208,7 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """The rank of this process, which is 0 if it was started plainly."""
+        """The rank of this process, which is 0 without torchrun."""
         return launched_rank()
 
     @property
@@ -239,19 +239,20 @@ class Trainer:
         """Train, evaluating and saving between epochs.
 
         Afterwards, also after an error, the module given to the trainer holds the newest weights, under the same
-        Parameter objects: all of them in one process, those of its own stage in each of K.
+        Parameter objects: all weights in one process, only those of its own stage in each of K processes.
 
         Args:
             train_dataset: map-style or iterable, of (input, target), each a tensor, a tuple or a dictionary of tensors
                 (docs/own.md); may be None where ``needs_data`` is False.
-            epochs: passes over it.
+            epochs: passes over ``train_dataset``.
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
             run_dir: the run's folder; if None, nothing is written. That of rank 0 counts for all ranks.
-            resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; not after a launcher's restart.
+            resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; a launcher's restart takes
+                ``auto`` once the run has saved.
             max_updates: stop after so many updates, if that comes first.
             eval_every_updates: evaluate also after so many updates of an epoch, with an empty pipeline.
-            shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
+            shuffle: whether each epoch has a new order of samples, a function of (seed, epoch) only.
             num_workers: processes that load data; if 0, the first stage loads between its actions.
             loading: a ``collate_fn``, a sampler, the length of an epoch; by default samples are stacked.
             checkpoints: when to save and what to keep.
@@ -264,9 +265,9 @@ class Trainer:
             ``ended_by`` if a callback has ended the run (docs/runs.md).
 
         Raises:
-            AdlError: Before training starts, by the kind of mistake; DivergedError, StageFailed, ChannelError or
-                CallbackError later on; SaveError if the last checkpoint could not be written; TakenOverError if another
-                process has taken ``run_dir`` over.
+            AdlError: ConfigError, PartitionError, DataError or CheckpointError if the run cannot start; later
+                DivergedError, StageFailed, ChannelError or CallbackError; SaveError if the last checkpoint could not be
+                written; TakenOverError if another process has taken ``run_dir`` over.
         """
         length = {"epochs": epochs, "max_updates": max_updates, "eval_every_updates": eval_every_updates}
         arguments.check_values({**length, "batch_size": batch_size, "num_workers": num_workers, "loading": loading})
@@ -284,7 +285,7 @@ class Trainer:
         return outputs if has_accuracy else outputs.by_loss()
 
     def _note(self, data: Data, outputs: Outputs, *, of_script: bool) -> None:
-        """Add the notes that are told before training."""
+        """Add the notes to print before training."""
         if of_script:
             outputs.notes.extend(self._notes)
             self._notes.clear()
@@ -364,15 +365,15 @@ class Trainer:
     ) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
-        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then its micro-batch. With
-        ``ema`` the parameters are the moving averages of that call.
+        Options that are not given are those of the last :meth:`fit`; ``batch_size`` is then the size of its
+        micro-batches. With ``ema`` the parameters are the moving averages of that call.
 
         Returns:
             ``validation_loss`` and, for classes, ``validation_accuracy``, for text ``validation_perplexity``; the same
             on every rank.
 
         Raises:
-            ConfigError, PartitionError, DataError: Before it starts.
+            ConfigError, PartitionError, DataError: If the evaluation cannot start.
             StageFailed, ChannelError: If another process failed.
         """
         self._check_averages(ema)
@@ -403,7 +404,8 @@ class Trainer:
         moving averages of the last call of :meth:`fit`.
 
         Raises:
-            ConfigError: If there is no such average, device, network interface, address or port.
+            ConfigError: If ``ema`` is set without an average, a rank makes a different call, or the device, network
+                interface, address or port does not exist.
             ChannelError: If the other processes cannot be reached, or one of them does not make the call.
             RuntimeError: If a process ends meanwhile.
         """
@@ -419,7 +421,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _averaged(self, ema: bool) -> Iterator[None]:
-        """With ``ema``, put the moving averages in place of the weights."""
+        """With ``ema``, replace the weights by the moving averages in the block."""
         with contextlib.ExitStack() as stack:
             for average in (self._averages or ()) if ema else ():
                 stack.enter_context(average.in_place_of_weights())
@@ -435,10 +437,10 @@ class Trainer:
         Args:
             path: the checkpoint's own folder, or a run folder.
             which: of a run folder, the ``newest``, or the ``best`` by validation.
-            ema: read the moving average of the weights in their place.
+            ema: whether to load the moving average of the weights instead.
 
         Raises:
-            CheckpointError: If it is damaged, not a checkpoint, of a different model, or without an average.
+            CheckpointError: If the checkpoint is missing, damaged, of a different model, or without an average.
         """
         chosen = chosen_checkpoint(self._reach(path), which)
         state.verify(chosen, self._partitioned.signature)
@@ -463,7 +465,7 @@ class Trainer:
         resume: str,
         later: Collection[str],
     ) -> tuple[RunFolder | None, str]:
-        """Return rank 0's run folder and the point to resume, and begin the log."""
+        """Return rank 0's run folder and ``resume`` for this rank; begin its log."""
         found: dict[str, Any] = {"place": None, "resume": resume}
         if folder is not None and world.rank == 0:
             resume = folder.check(known_by, resume=resume, later=later)
@@ -480,7 +482,7 @@ class Trainer:
         return folder, found["resume"]
 
     def _keep_clip_scope(self, scope: Any, known_by: Mapping[str, Any]) -> None:
-        """Clip as the run that continues did until now."""
+        """Keep the clip ``scope`` of the run that continues."""
         given = self._spec.gradients
         kept = replace(given, clip_scope=scope)
         if kept.clips_model(self._spec.pipeline) != given.clips_model(self._spec.pipeline):
@@ -514,7 +516,7 @@ class Trainer:
     def _assemble(
         self, world: World, agreement: Agreement, data: Data, folder: RunFolder | None, length: Mapping[str, Any]
     ) -> tuple[Plan, LocalWorker, build.Settings]:
-        """Load the data, settle the cut and build the worker of this process."""
+        """Load the data, settle the cut; return the plan, worker and settings."""
         loaders = Loaders.open(data, self._spec, world.device) if self.needs_data else Loaders()
         plan = Plan(**length, **loaders.lengths)
         if folder is not None and (known := folder.identity) is not None:  # before the model is cut, which takes long

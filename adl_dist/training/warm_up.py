@@ -1,8 +1,8 @@
 """A warm-up before training: kernels and compilation by discarded updates.
 
-Over NCCL a receive that was posted ahead is a kernel that waits for its peer. To load another kernel for the first
-time may wait for all that the GPU does, so each process would wait for the other (CUDA's programming guide, "lazy
-loading", potential hazards). And K stages that compile in their first micro-batch would do so one after the other.
+Over NCCL a receive that was posted ahead is a kernel that waits for its peer. Loading a new kernel may wait for all
+work of the GPU, so each process would wait for the other (CUDA's programming guide, "lazy loading", potential hazards).
+Also, K stages that compile in their first micro-batch would do so one after the other.
 """
 
 import logging
@@ -42,7 +42,7 @@ NUM_TARGETS = 8  # that a process has under way at once
 
 
 def needs_warm_up(spec: TrainSpec, device: torch.device) -> bool:
-    """Return whether the first micro-batch would do more than those after it."""
+    """Return whether a first micro-batch would load or compile kernels."""
     return device.type == "cuda" or spec.precision.compile
 
 
@@ -67,11 +67,11 @@ class WarmUp:
     Attributes:
         spec: the specification of the training.
         device: the device of the stages.
-        acts: the tensors that arrive at each of them and at the next one.
+        acts: by stage, the specs of arriving tensors, for the stages here and the next ones.
         samples: the inputs of the first stage and the targets of the last one.
         terms: the counter of the loss's terms, if it counts them.
         num_loaded: inputs that are loaded at the same time; 0 if none are loaded here.
-        with_updates: train until all versions of the weights have been used.
+        with_updates: whether to train until all versions of the weights have been used.
     """
 
     spec: TrainSpec
@@ -85,7 +85,7 @@ class WarmUp:
     def run(self, stages: Mapping[int, Stage]) -> None:
         """Train and evaluate ``stages`` on zeros.
 
-        They change. A stage that fails is left to its first real micro-batch.
+        The stages change. A failure is only logged, because the first real micro-batch would show it.
         """
         self.samples = self.samples.to(self.device, channels_last=bool(self.spec.precision.channels_last))
         largest = max(self.samples.sizes[0], default=0)
@@ -153,7 +153,7 @@ class WarmUp:
         engine.run(((k, action) for action in work.actions), {k: context})
 
     def _code(self, size: int) -> None:
-        """Code and restore all messages that are coded."""
+        """Encode and decode the messages of each cut that are coded."""
         codecs = self.spec.precision.codecs
         for specs in self.acts.values():
             for crossing, codec in ((specs, codecs.activations), (specs.of_gradients(), codecs.gradients)):
@@ -163,7 +163,7 @@ class WarmUp:
                     coder.decode(crossing.training, size, coder.encode(crossing.training, tensors, 0))
 
     def _pin(self, size: int) -> None:
-        """Allocate pinned memory, which torch keeps when it is freed."""
+        """Allocate and free pinned memory, which torch keeps for the run."""
         batch = self.samples.repeated(size)
         needed = [(tensor, self.num_loaded) for tensor in tensors_of(batch.input_)]
         needed += [(tensor, max(self.num_loaded, NUM_TARGETS)) for tensor in tensors_of(batch.target)]
@@ -206,9 +206,9 @@ def zeros_of(specs: Specs, size: int, device: torch.device, *, training: bool) -
 
 
 def _do_nothing(*_: object, **__: object) -> None:
-    """Stand for an operation that has a peer elsewhere."""
+    """Do nothing, in place of an operation with a peer."""
 
 
 def _giving(tensors: Tensors) -> Any:
-    """Return a receiver of copies of one message."""
+    """Return a receiver that gives copies of one message, ``tensors``."""
     return SimpleNamespace(open=_do_nothing, shorten=_do_nothing, recv=lambda b: tuple(t.clone() for t in tensors))

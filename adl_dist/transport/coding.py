@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[Part, ...], int]:
-    """Return each tensor's place in a message, and the bytes of the buffer."""
+    """Return (place of each tensor, bytes of the buffer) for a message."""
     parts, end = [], 0
     for spec in specs:
         numbers = math.prod(spec.shape)
@@ -62,7 +62,10 @@ def layout(codec: str, specs: tuple[TensorSpec, ...], size: int) -> tuple[tuple[
 
 
 def encode(codec: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], seed: int | None) -> Tensor:
-    """Code ``tensors`` [B, ...] into a buffer [num_bytes], uint8."""
+    """Code ``tensors`` [B, ...] into a buffer [num_bytes], uint8.
+
+    With ``seed`` numbers are rounded to a level at random, otherwise to the nearest level.
+    """
     if not tensors:  # no gradient is wanted
         return torch.empty(0, dtype=torch.uint8)
     size = _num_samples(specs, tensors)
@@ -88,7 +91,7 @@ def _num_samples(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> int:
 
 
 def decode(codec: str, specs: Sequence[TensorSpec], size: int, buffer: Tensor) -> Tensors:
-    """Decode a ``buffer`` of :func:`encode` into new tensors."""
+    """Decode a ``buffer`` of :func:`encode` into new tensors [``size``, ...]."""
     tensors = []
     for spec, part in zip(specs, layout(codec, tuple(specs), size)[0], strict=True):
         tensor = spec.empty(size, buffer.device)
@@ -131,7 +134,7 @@ def _blocks(codec: str, numbers: int) -> list[_Blocks]:
 
 
 def _views(codec: str, place: Tensor, size: int, numbers: int) -> list[tuple[_Blocks, Tensor, Tensor]]:
-    """Return blocks with views of their scales and codes [B, n, width]."""
+    """Return [(blocks, scales [B, n, 1], codes [B, n, width])], as views."""
     blocks, begin = _blocks(codec, numbers), SCALE_BYTES * size * -(-numbers // BLOCK)
     scales = place[:begin].view(torch.float32).view(size, -1, 1)
     found = []
@@ -218,7 +221,7 @@ def _hadamard(width: int, device: torch.device) -> Tensor:
 
 @cache
 def _signs(device: torch.device) -> Tensor:
-    """Return 256 signs, equal in every run."""
+    """Return 256 random signs, float32[256] of +-1, equal in every run."""
     generator = torch.Generator().manual_seed(stream_seed(0, "signs"))
     return torch.randint(0, 2, (BLOCK,), generator=generator).mul(2).sub(1).float().to(device)
 
@@ -227,15 +230,19 @@ class Coder:
     """The coder of the messages of one edge, with its measured error.
 
     Attributes:
-        errors: (squared error, squared length), float64[2], of some messages of the segment, on the device of each.
-        num_bytes: of the coded messages of the segment.
-        plain_bytes: of the same messages before coding.
+        errors: (squared error, squared length), float64[2], of each tensor in some messages of the segment, on its
+            device.
+        num_bytes: bytes of the coded messages of the segment.
+        plain_bytes: bytes of the same messages before coding.
     """
 
     EVERY = 16  # the error of one message in so many is measured
 
     def __init__(self, codec: str, seed_of: Callable[[int], int] | None = None) -> None:
-        """Create a coder, which rounds to nearest without ``seed_of``."""
+        """Create a coder.
+
+        ``seed_of`` maps a micro-batch to the seed of its rounding. Without it numbers are rounded to the nearest level.
+        """
         self.codec, self._seed_of = codec, seed_of if codec in LEVELS else None
         self.begin()
 
@@ -245,7 +252,7 @@ class Coder:
         self.num_bytes = self.plain_bytes = 0
 
     def encode(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], micro_batch: int) -> Tensor:
-        """Return the buffer to send."""
+        """Return the buffer to send, and note its bytes and error."""
         seed = None if self._seed_of is None else self._seed_of(micro_batch)
         buffer = encode(self.codec, specs, tensors, seed)
         self.num_bytes += buffer.nbytes

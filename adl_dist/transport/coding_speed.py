@@ -19,7 +19,8 @@ CACHES = 16 << 20  # bytes, more than the caches of a core
 def coding_costs(device: torch.device, *, threads: int | None = None) -> dict[str, CodingCost]:
     """Return the cost of coding and decoding a message, by codec.
 
-    The caches are filled with other data before each, as by a stage. ``threads``: of a stage; by default torch's.
+    Other data fill the caches before each message, as in a stage. ``threads`` is a stage's number of threads, by
+    default torch's.
     """
     before = torch.get_num_threads()
     try:
@@ -36,7 +37,7 @@ def _measured(codec: str, device: torch.device, seed: int | None) -> PerMessage:
 
 
 def _once(codec: str, device: torch.device, seed: int | None, numbers: int) -> tuple[int, float]:
-    """Return the bytes of a message, and its seconds."""
+    """Return (bytes of a message, seconds to code and decode it)."""
     spec = TensorSpec((numbers,), "float32")
     tensor = torch.randn(SAMPLES, numbers, generator=torch.Generator().manual_seed(0)).to(device)
     elsewhere, times = torch.zeros(CACHES, dtype=torch.uint8), []

@@ -25,11 +25,11 @@ def measure_links(
 
     Args:
         edges: the edges with an end on ``rank``; its neighbours make the same call.
-        rank: of this process.
-        device: of the messages.
+        rank: the rank of this process.
+        device: the device of the messages.
 
     Raises:
-        ChannelError: If a neighbour is gone.
+        ChannelError: If a neighbour is gone or silent.
     """
     found = {}
     for stage in sorted(sender for what, sender in edges if what == "act"):

@@ -25,7 +25,7 @@ error: OSError | None = None  # of the kernel, if ports of this process could no
 
 
 def block(listener: socket.socket) -> None:
-    """Drop new connections, or set ``error`` if the kernel cannot."""
+    """Drop new connections; set ``error`` if the kernel cannot."""
     global error
     if sys.platform == "linux":
         # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
@@ -46,7 +46,7 @@ def unblock(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def blocking_new() -> Iterator[None]:
-    """Block, at the end, the TCP ports opened inside."""
+    """Block the TCP ports opened inside, when the context ends."""
     before = {identity for identity, _ in _listeners()}
     yield
     for identity, listener in _listeners():

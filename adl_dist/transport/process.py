@@ -1,15 +1,14 @@
 """Directed edges between processes. Only this file calls isend and irecv.
 
-One process group per directed edge, never one per neighbour pair: on one communicator operations finish in
-the order of issue, and with both directions on it this schedule deadlocks for every K >= 2
-(tests/schedule/test_schedule.py shows both). With one group per edge an early receive holds up nothing but later
-receives of its own edge, in all of torch 2.11 to 2.15; docs/dev/gpu.md explains why no batched exchange is needed. All
-groups are made in the same order on every rank and connected before the first step, so that a first message never
-waits for a handshake in the middle of training.
+One process group per directed edge, never one per neighbour pair: on one communicator operations finish in the order of
+issue, and with both directions on it this schedule deadlocks for every K >= 2 (tests/schedule/test_schedule.py shows
+both). With one group per edge an early receive holds up nothing but later receives of its own edge, in all of torch
+2.11 to 2.15; docs/dev/gpu.md explains why no batched exchange is needed. All groups are made in the same order on every
+rank and connected before the first step, so that a first message never waits for a handshake in the middle of training.
 
 In training no message over gloo has a time limit of its own. A peer that has ended closes its connections, and the
-watchdog (monitor/watchdog.py) ends a job without progress. It does not count the time in which all processes were
-stopped, as gloo and NCCL do.
+watchdog (monitor/watchdog.py) ends a job without progress. Unlike gloo and NCCL, the watchdog does not count the time
+in which all processes were stopped.
 """
 
 import datetime
@@ -68,11 +67,11 @@ def connect_edges(
     Args:
         triples: (kind of messages, sending stage, receiving stage) of each edge, in the same order on every rank.
         backend: carries the tensors that stay on ``device``.
-        device: of this rank.
-        timeout: the limit of the first messages, and of all over NCCL.
+        device: the device of this rank.
+        timeout: the limit of the first message of each edge, and of all messages over NCCL.
 
     Returns:
-        Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
+        Edges by (kind, sending stage), for example ``("act", k)`` to k + 1; only those with an end on this rank.
     """
     rank, num_ranks, edges = dist.get_rank(), dist.get_world_size(), {}
     for what, sender, to in triples:
@@ -103,8 +102,8 @@ def connect_edges(
 def abort(edges: Iterable[Edge]) -> None:
     """Abort NCCL's messages, which wait for a peer on the GPU.
 
-    All edges at once, because the abort of one frees its memory, which waits for the kernels of all others. gloo finds
-    out by itself that a peer is gone.
+    All edges are aborted at once, because to abort one frees its memory, and this waits for the kernels of all others.
+    gloo finds out by itself that a peer is gone.
     """
     threads = [Thread(target=edge.group.abort, daemon=True) for edge in edges if edge.backend == "nccl"]
     for thread in threads:
@@ -129,7 +128,7 @@ class End:
         wire: the form of its messages.
         headers: the gloo edge for headers, or None if messages have none.
         peer: the rank at the other end.
-        trouble: the text of an error for micro-batch ``{}``, up to the predicate.
+        trouble: the beginning of an error's text, with ``{}`` for the micro-batch.
     """
 
     def __init__(self, edge: Edge, wire: Wire, headers: Edge | None, peer: int, trouble: str) -> None:
@@ -142,7 +141,7 @@ class End:
         return micro_batch * (1 + len(self.wire.specs)) + 1 + place
 
     def _issue(self, issue: Issue, edge: Edge, micro_batch: int, tag: int, tensor: Tensor) -> Wait | None:
-        """Start to send or receive one tensor."""
+        """Start to send or receive one tensor; return the function that waits."""
         work = self._guard(micro_batch, lambda: issue(tensor, self._peer, group=edge.group, tag=tag))
         if work is None:
             return None
@@ -165,7 +164,7 @@ class End:
             raise ChannelError(f"{what} is gone; its own log, {log}, says why") from error
 
     def _finish_oldest(self) -> Pending:
-        """Wait for the message begun first."""
+        """Wait for the oldest message under way, and return it."""
         message = self._pending.popleft()
         self._wait(message.micro_batch, message.works)
         return message
@@ -293,7 +292,7 @@ class ProcessReceiver(End):
         self._end = num_micro_batches
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Wait for one micro-batch, with the receives of the next ones posted."""
+        """Return the tensors of one micro-batch; post receives of the next ones."""
         if self._headers is None:
             self._post_ahead()
         else:

@@ -32,8 +32,8 @@ class TensorSpec:
     def of(cls, tensor: Tensor, *, batched: bool = True) -> "TensorSpec":
         """Return the spec of ``tensor`` [B, ...].
 
-        A transposed one keeps its order in memory, if that is dense and begins with the batch: kernels are chosen by
-        strides, and round differently.
+        A transposed tensor keeps its order in memory, if it is dense and begins with the batch, because kernels are
+        chosen by strides, and round differently.
         """
         strides = tensor.stride()
         order = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
@@ -88,22 +88,22 @@ class TensorSpec:
 
     @cached_property
     def varies(self) -> bool:
-        """Whether each message has a header with its sizes, see wire.py."""
+        """Whether a size varies, so that each message has a header; see wire.py."""
         return VARIES in self.shape
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one of its elements."""
+        """The bytes of one element."""
         return self._dtype.itemsize
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether its elements are real numbers."""
+        """Whether the elements are real numbers."""
         return self._dtype.is_floating_point
 
     @property
     def takes_gradient(self) -> bool:
-        """Whether a gradient comes back for it."""
+        """Whether a gradient comes back for the tensor."""
         return self.gets_gradient and (self.is_floating_point or self._dtype.is_complex)
 
     def __str__(self) -> str:
@@ -125,10 +125,11 @@ def merge_specs(seen: Sequence[tuple[TensorSpec, ...]]) -> tuple[TensorSpec, ...
 def fill_sizes(
     specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], where: Callable[[], str]
 ) -> tuple[TensorSpec, ...]:
-    """Return ``specs`` with the sizes in ``shapes``, without the batch.
+    """Return ``specs`` with the sizes of ``shapes``, which have no batch size.
 
     Raises:
-        PartitionError: If an agreed size differs; the text begins with the result of ``where``.
+        PartitionError: If a size that does not vary differs from ``specs``; the text begins with the result of
+            ``where``.
     """
     filled = []
     for spec, shape in zip(specs, shapes, strict=True):

@@ -2,7 +2,7 @@
 
 Each direction has a copy stream. A copy out does not delay the compute stream, and a copy in does not queue behind
 launched work. The training thread waits for neither: a second thread waits until a tensor has left the GPU, and then
-sends it. It must be a thread, because a receive over gloo can only be waited for; docs/dev/gpu.md has more.
+sends it. This must be a thread, because a receive over gloo can only be waited for; docs/dev/gpu.md has more.
 
 Pinned buffers need no bookkeeping here: a non-blocking copy records an event with torch's caching host allocator, which
 does not reuse the memory of a freed buffer before that event (THCCachingHostAllocator.h; pytorch#130785). The allocator

@@ -50,7 +50,7 @@ class Wire:
     def fit(
         self, micro_batch: int, tensors: Tensors, where: Callable[[], str]
     ) -> tuple[tuple[TensorSpec, ...], Tensors]:
-        """Return the complete specs of one message, and its tensors in them.
+        """Return (complete specs of one message, its tensors converted to them).
 
         Raises:
             PartitionError: If the tensors differ from the agreed ones; the text begins with the result of ``where``.
@@ -90,13 +90,13 @@ class Wire:
 
 
 class LocalChannel:
-    """Both ends within one process: a queue with the same values.
+    """Both ends of an edge within one process, as a queue.
 
-    The ends between processes, in process.py, have the same methods.
+    The ends between processes, in process.py, have the same methods, and deliver the same values.
     """
 
     def __init__(self, wire: Wire, *, edge: str) -> None:
-        """Create the queue of ``edge``, the name for messages."""
+        """Create the queue; ``edge`` names it in errors."""
         self.wire, self._edge = wire, edge
         self._where = f"{edge}: {wire.what} of micro-batch {{}}"
         self._queue: deque[tuple[int, Tensors]] = deque()
@@ -104,7 +104,7 @@ class LocalChannel:
     def open(self, sizes: Sequence[int], order: Sequence[int] = (), *, training: bool) -> None:
         """Begin a segment with micro-batches of ``sizes`` samples.
 
-        A receiver is told the ``order`` in which they come, which the queue has anyway.
+        A receiver gets the ``order`` in which they come, but a queue has it anyway.
         """
         self.wire.open(sizes, training=training)
 
@@ -119,7 +119,7 @@ class LocalChannel:
         """Return the tensors of one micro-batch, which the caller then owns.
 
         Raises:
-            ChannelError: If another micro-batch has been sent before.
+            ChannelError: If a different micro-batch is the oldest in the queue.
         """
         got, tensors = self._queue.popleft()
         if got != micro_batch:
@@ -127,7 +127,7 @@ class LocalChannel:
         return tensors
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Expect only the first ``num_micro_batches`` of the segment."""
+        """Do nothing, because the queue posts no receives ahead."""
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Do nothing, because a message leaves as soon as it is sent."""

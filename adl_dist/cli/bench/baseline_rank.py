@@ -43,12 +43,12 @@ def run(
 ) -> dict[str, Any]:
     """Train as one rank, with the allocator, threads and cores of our ranks.
 
-    ``argv``: overrides that make the configuration: K, M, the cut, the number of updates, threads.
-    ``target``: specification of the targets, as plain values.
-    ``inner_updates``: DiLoCo's H.
+    ``argv``: overrides for the configuration (K, M, the cut, the number of updates, threads).
+    ``target``: the fields of a :class:`TensorSpec` of the targets.
+    ``inner_updates``: DiLoCo's H, the updates between two exchanges; None for other kinds.
 
     Returns:
-        ``ends``: when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
+        ``ends``, when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
     """
     config, _ = compose_run(argv)
     K, M = config.partition.num_stages, config.pipeline.micro_batches_per_update
@@ -90,7 +90,7 @@ def run(
 
 
 def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: int | None) -> nn.Module:
-    """Return ``model`` as ``kind`` trains it, and add DiLoCo's outer step."""
+    """Return ``model``, wrapped for DDP; add the outer step for DiLoCo."""
     if inner_updates is not None:
         training.after_step = OuterStep(model, inner_updates=inner_updates)
     return replicated(model, training.device) if kind == "ddp" else model
@@ -99,9 +99,9 @@ def replica_of(kind: Kind, model: nn.Module, training: Training, inner_updates: 
 def share_of_epoch(
     kind: Kind, rank: int, size: int, config: RunConfig, train: Any, *, epoch: int
 ) -> tuple[Subset[Any], bool]:
-    """Return a replica's samples in an epoch, and whether they are shuffled.
+    """Return a replica's samples of an epoch, and whether to shuffle them.
 
-    DDP's replicas share each batch of the epoch's one order; each of DiLoCo's has a shard of the data for itself.
+    DDP's replicas share each batch of the epoch's one order; each replica of DiLoCo has its own shard of the data.
     """
     samples, shuffle = config.train.batch_size, config.data.get("shuffle", True)
     if kind == "diloco":
@@ -114,9 +114,9 @@ def share_of_epoch(
 def rank_batches(
     kind: Kind, rank: int, size: int, config: RunConfig, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]] | None:
-    """Return the batches of ``rank``, or None if its input is from others.
+    """Return the batches of ``rank``; None for a pipeline's later stages.
 
-    Each is (input on ``device``, target): a micro-batch of a loop, a replica's share, or a whole batch of rank 0.
+    Each is (input on ``device``, target): a micro-batch of a loop, a replica's share, or a pipeline's whole batch.
     """
     if kind in SCHEDULES and rank > 0:
         return None
@@ -134,7 +134,7 @@ def rank_batches(
 
 
 def main(task_file: Path, rank: int) -> None:
-    """Run a task and write ``rank{r}.json``; report an error in one line."""
+    """Run a task and write ``rank{r}.json``; after an error exit with 1."""
     end_with_launcher()
     try:
         result = run(rank, **json.loads(task_file.read_text()))

@@ -116,9 +116,9 @@ def bench(argv: list[str]) -> None:
 
 
 def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:
-    """Yield runs of all entries in turn; run no entry again that has failed.
+    """Yield runs of all entries in turn; drop an entry once it has failed.
 
-    The length of a run follows from the speed of the previous one, that of the first from its prediction.
+    The length of a run follows from the speed of the entry's previous run, at first from its prediction.
     """
     predicted = setting.survey.predicted
     seconds = {entry.name: entry.samples / predicted.get(entry.name, math.nan) for entry in able}
@@ -184,7 +184,7 @@ def _head(setting: BenchConfig) -> str:
 
 
 def rows(able: Sequence[Entry], runs: Sequence[Measured], survey: ModelSurvey) -> list[Row]:
-    """Return one row for each entry, in their order."""
+    """Return the table: one row per entry, with its ratio to the baseline."""
     table = [_row(entry, [run for run in runs if run.contender == entry.name], survey) for entry in able]
     reference = baseline(table)
     for row in table:
@@ -220,7 +220,7 @@ def _row(entry: Entry, runs: Sequence[Measured], survey: ModelSurvey) -> Row:
 
 
 def baseline(table: Sequence[Row]) -> Row | None:
-    """Return the faster row of plain backpropagation, or None without one."""
+    """Return the row of the faster backpropagation baseline, or None."""
     known = [row for row in table if row["contender"] in BASELINE and "median" in row]
     return max(known, key=lambda row: row["median"], default=None)
 

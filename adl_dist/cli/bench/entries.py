@@ -60,7 +60,7 @@ def cycle_of(inner_updates: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One way to train."""
+    """One contender: a way to train, and its processes and stages."""
 
     name: str
     kind: Kind  # the program that runs it
@@ -80,9 +80,9 @@ class Entry:
 
 
 def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[list[Entry], dict[str, str]]:
-    """Return the entries that can run, and the reasons against the others.
+    """Return the entries that can run, and by name why the others cannot.
 
-    Each makes at least ``warmup`` updates before the measured ones. ConfigError if a name is unknown.
+    Each makes at least ``warmup`` updates before the measured ones. Raise ConfigError if a name is unknown.
     """
     if unknown := [name for name in names if name not in NAMES]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
@@ -133,7 +133,7 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
 
 
 def our_entry(name: str, method: Method, config: RunConfig, warmup: int, *, settings: Sequence[str] = ()) -> Entry:
-    """Return ``method`` as an entry with the configured batch and K; 1 for BP."""
+    """Return an entry of ``method`` with the configured batch and K (BP: 1)."""
     K = 1 if method.name == "bp" else config.partition.num_stages
     pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
     M = method.micro_batches_per_update
@@ -165,7 +165,7 @@ def check_fair(config: RunConfig, *, command: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The model in so many stages."""
+    """A cut of the model into stages, and the bytes that cross it."""
 
     sizes: list[int]  # units of each stage
     begins: list[str]  # names of the units where stages 1..K-1 begin
@@ -174,7 +174,7 @@ class Cut:
 
     @classmethod
     def of(cls, chain: Chain, sizes: list[int]) -> "Cut":
-        """Count the bytes that cross a cut; PartitionError if it is impossible."""
+        """Return a cut with ``sizes`` units per stage, or raise PartitionError."""
         mode = chain.plan(sizes).modes[True]
         crossing = [recorded_crossings(mode, edge)[0] for edge in range(len(sizes) - 1)]
         act_bytes = [[act.nbytes // one.size for act in one.acts] for one in crossing]
@@ -196,7 +196,7 @@ class ModelSurvey:
     def bytes_per_image(self, entry: Entry) -> float:
         """Return the bytes that all processes send for one sample of ``entry``.
 
-        A ring of replicas moves 2 (K-1)/K of the averaged bytes from each of K processes, in DiLoCo after H updates.
+        In a ring each of K replicas sends 2 (K-1)/K of the averaged bytes, in DiLoCo only every H updates.
         """
         K, spec, target_bytes = entry.num_processes, entry.method.spec, _sample_bytes(self.target)
         if K == 1:
@@ -213,7 +213,7 @@ class ModelSurvey:
 
 
 def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -> ModelSurvey:
-    """Find the cuts, and optionally predict the speeds.
+    """Choose a cut for each number of stages; if asked, predict speeds.
 
     Raises:
         ConfigError, DataError, PartitionError: If the model cannot be trained or cut like that.
@@ -254,9 +254,10 @@ def survey(config: RunConfig, able: Sequence[Entry], *, predicts: bool = True) -
 def predict_speeds(
     config: RunConfig, able: Sequence[Entry], profiler: Profiler, sizes: Mapping[int, list[int] | None]
 ) -> tuple[dict[int, list[int]], dict[str, float]]:
-    """Measure the model as ``adl-dist plan`` does, and predict the speeds.
+    """Measure the model, choose the cuts, and predict the entries' speeds.
 
-    Without ``sizes`` the cut is the best one of the configured method.
+    Return the units per stage by number of stages, and images/s by entry name. Where ``sizes`` has None, use the best
+    cut of the configured method.
     """
     method, K, batch = config.method, config.partition.num_stages, config.train.batch_size
     steps = [method.micro_batches_per_update, *(entry.method.micro_batches_per_update for entry in able)]
@@ -286,7 +287,10 @@ def predict_speeds(
 
 
 def _for_stages(machine: Machine, K: int, num_stages: int) -> Machine:
-    """Return ``machine`` with the slowest link, for several stages per device."""
+    """Return ``machine`` for ``num_stages`` on K devices.
+
+    If the numbers differ, all links are the slowest one, and speeds repeat.
+    """
     if num_stages == K or K == 1:
         return machine
     speeds = None if machine.speeds is None else [*machine.speeds] * (num_stages // K)

@@ -64,13 +64,13 @@ class Measured:
     command: Sequence[str] = ()  # of rank 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values, without those that are unknown."""
+        """Return the known fields as plain values."""
         known = {k: v for k, v in vars(self).items() if v not in (None, ()) and v == v}  # nan differs from itself
         return {**known, "command": shlex.join(self.command)}
 
 
 def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updates: int) -> Measured:
-    """Run ``entry`` for ``num_updates``; a failure is a result."""
+    """Run ``entry`` for ``num_updates``; return a failure as a result too."""
     measured = Measured(contender=entry.name, repetition=repetition, num_updates=num_updates)
     argv, survey = train_argv(entry, bench, num_updates), bench.survey
     with tempfile.TemporaryDirectory(prefix="adl-dist-bench-") as name:
@@ -95,7 +95,7 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
 
 
 def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
-    """Return the overrides for a run of ``entry``, of a single epoch."""
+    """Return the overrides for a run of ``entry`` with a single epoch."""
     survey, node = bench.survey, bench.config.data
     words = without_method_and_cut(bench.overrides)
     argv = [word for word in words if not word.lstrip("+~").startswith(MANAGED_KEYS)]
@@ -115,10 +115,10 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
 
 
 def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Return the user's datasets with the size that a run needs.
+    """Return the user's training and validation data, resized for a run.
 
-    Those are ``bench_samples`` for training, repeated or thinned out, so that one epoch is the whole run, and a single
-    one for validation. The other ``arguments`` are for ``bench_target``, the user's own target.
+    Training gets ``bench_samples`` samples, repeated or thinned out, so that one epoch is the whole run; validation
+    gets one. ``bench_target`` is the user's own target, and ``arguments`` are for it.
     """
     train, validation = instantiate.build_data({"_target_": bench_target, **arguments})
     size = len(train)  # type: ignore[arg-type]  # check_dataset has seen that it has a length
@@ -128,8 +128,8 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
 def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
     """Return the mean time of an update after the warm-up, from end times.
 
-    DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H. ChildFailed
-    if there are too few updates.
+    DiLoCo is measured with shorter cycles than it trains with, so the time of an exchange is divided by H. Raise
+    ChildFailed if there are too few updates.
     """
     inner_updates = entry.inner_updates or 1
     cycle = cycle_of(inner_updates)
@@ -143,7 +143,10 @@ def seconds_of(entry: Entry, ends: Sequence[float]) -> float:
 
 
 def _read(folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Return the ends of updates in seconds, peaks of memory, busy shares."""
+    """Return a run's ``ends``, ``peak_memory_bytes`` and ``busy_share``.
+
+    ``ends`` are the end times of updates in seconds; ``busy_share`` is missing for torch's contenders.
+    """
     if not (run_dir := folder / "run").exists():
         results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
         return {name: [result[name] for result in results] for name in ("ends", "peak_memory_bytes")}
@@ -157,9 +160,9 @@ def _read(folder: Path, num_ranks: int) -> dict[str, Any]:
 
 
 def _ranks(command: Sequence[str], entry: Entry, bench: BenchConfig, log: Path) -> list[Child]:
-    """Return the processes of a run, with the environment of torchrun.
+    """Return the commands of a run's ranks, with torchrun's environment.
 
-    With a prefix each rank is on a node of its own. Locally nothing has to be reachable from outside.
+    With a prefix each rank is on its own node. Local ranks use loopback, unless the user has named an interface.
     """
     K, is_local = entry.num_processes, not bench.prefix
     with socket.socket() as unused:

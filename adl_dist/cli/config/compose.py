@@ -77,7 +77,7 @@ OmegaConf.register_new_resolver("vocab_size_next_to", _vocab_size_next_to, repla
 class Parser(argparse.ArgumentParser):
     """An argparse parser with errors of one line and exit code 2.
 
-    With ``overrides``, their help, it also takes settings KEY=VALUE, and flags must be written out.
+    With ``overrides``, a help text, it also takes settings KEY=VALUE, and flags cannot be abbreviated.
     """
 
     def __init__(self, *, overrides: str | None = None, **options: Any) -> None:
@@ -86,17 +86,17 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line by a ConfigError."""
+        """Raise a ConfigError about the command line."""
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists its arguments")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the command, as after its help."""
+        """End the command by raising Exit, for example after its help."""
         sys.stderr.write(message or "")
         raise Exit(status)
 
 
 def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
-    """Return the ``type`` of an argument, a number from ``least`` to ``most``."""
+    """Return an argparse ``type``: a number from ``least`` to ``most``."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -109,18 +109,18 @@ def number(kind: type[int] | type[float], least: float, most: float = math.inf) 
 
 
 def config_folder() -> Path:
-    """Return ``conf/``, of the package in a wheel or of the checkout."""
+    """Return the folder ``conf/`` of the package (wheel) or the checkout."""
     package = Path(__file__).parents[2]
     return inside if (inside := package / "conf").is_dir() else package.parent / "conf"
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
-    """Compose and check a run from Hydra overrides, also as plain values."""
+    """Return a run's checked configuration, and the same as plain values."""
     return checked(composed_of(overrides), overrides)
 
 
 def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
-    """Check a composition, and return the results of :func:`compose_run`."""
+    """Check a composition; return its configuration, also as plain values."""
     choices = composed.hydra.runtime.choices
     config = RunConfig.of({k: v for k, v in resolved(composed, overrides).items() if k != "sweep"})
     plain = config.plain
@@ -150,7 +150,7 @@ def with_values(words: Sequence[str], plain: Plain) -> list[str]:
 def resolved(composed: DictConfig, overrides: Sequence[str]) -> Plain:
     """Resolve all interpolations of a composition, without Hydra's own node.
 
-    The time is that of the start of this process, or of its torchrun, which restarts it.
+    ``${now:...}`` is the start time of this process, or of its torchrun, so that a restart gets the same time.
     """
     start = started_at(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
     OmegaConf.register_new_resolver("now", datetime.fromtimestamp(start).strftime, replace=True)
@@ -218,14 +218,14 @@ def without_method_and_cut(words: Sequence[str]) -> list[str]:
 
 
 def method_words(method: Method) -> list[str]:
-    """Return the arguments of a command line that make ``method``."""
+    """Return the command-line words that choose ``method`` and its settings."""
     usual = {**Method(name=method.name).settings, "accumulation_steps": None}
     special = {key: value for key, value in method.settings.items() if usual.get(key) != value}
     return [f"method={method.name}", *(f"method.{key}={json.dumps(value)}" for key, value in special.items())]
 
 
 def balance_word(begins: Sequence[str]) -> str:
-    """Return the ``partition.balance`` argument for these first units."""
+    """Return ``partition.balance=[...]`` for stages that begin at ``begins``."""
     plain = re.compile(r"[A-Za-z_][\w.]*")  # others could be read as numbers
     return f"partition.balance=[{','.join(n if plain.fullmatch(n) else json.dumps(n) for n in begins)}]"
 
@@ -241,7 +241,7 @@ def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
 
 
 def composed_of(overrides: Sequence[str]) -> DictConfig:
-    """Compose ``overrides`` with Hydra's own node, and check only the keys."""
+    """Compose ``overrides``, including Hydra's node; check only their keys."""
     overrides = renamed_words(overrides)
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
@@ -267,7 +267,10 @@ def renamed_words(words: Sequence[str]) -> list[str]:
 
 
 def _opened(overrides: Sequence[str]) -> list[str]:
-    """Let open nodes take any key, and clear nodes with a new ``_target_``."""
+    """Return ``overrides`` in the form that Hydra takes.
+
+    Open nodes take any key. A new ``_target_`` begins with an empty node.
+    """
     parsed = [parse(text) for text in overrides]
     chosen = {override.key_or_group for override in parsed if not isinstance(override.value(), dict)}
     opened: list[str] = []
@@ -285,7 +288,10 @@ def _opened(overrides: Sequence[str]) -> list[str]:
 
 
 def parse(text: str, *, several: bool = False) -> Override:
-    """Read one override with Hydra's grammar; check its key and its choice."""
+    """Parse one override; check its key and choice.
+
+    Raise ConfigError if it is wrong, or has several values without ``several``.
+    """
     if text.startswith("--"):
         name, _, value = text.lstrip("-").partition("=")
         raise ConfigError(f"unknown option --{name}{_did_you_mean(name, value and f'={value}')}; {LISTS_KEYS}")
@@ -315,7 +321,7 @@ def parse(text: str, *, several: bool = False) -> Override:
 
 
 def _check_keys(keys: Iterable[str]) -> None:
-    """Raise ConfigError for an unknown key; open nodes may have any."""
+    """Raise ConfigError for an unknown key outside of the open nodes."""
     for key in keys:
         if key in REMOVED:
             raise ConfigError(f"{key} {WAS_REMOVED}")
@@ -337,9 +343,9 @@ def is_of_launcher(key: str) -> bool:
 
 
 def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
-    """Return the folder name for the choice of ``node``.
+    """Return the choice of ``node`` as a part of a run folder's name.
 
-    It has the ``name`` of the choice, if a target makes many.
+    A ``name`` in the node is appended, as in ``torchvision-resnet50``.
     """
     if node not in choices:
         raise ConfigError(f"~{node} removes {node}, which every run needs; choose another one")
@@ -354,7 +360,7 @@ def _choices(group: str) -> str:
 
 
 def readable(error: Exception, overrides: Sequence[str], choices: Mapping[str, str] | None = None) -> str:
-    """Return the error of Hydra or OmegaConf about ``overrides`` in one line."""
+    """Return one line on an error of Hydra or OmegaConf about ``overrides``."""
     if match := re.search(rf"Could not find '{LAUNCHER}/([^']*)'", str(error)):
         extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
         return f"there is no {LAUNCHER}={match[1]}; the submitit launchers come by {extra}"
@@ -396,7 +402,7 @@ def _unknown_choice(group: str, name: str) -> str:
 
 
 def _did_you_mean(key: str, value: str = "") -> str:
-    """Return a hint at the key that is closest, as a whole or by its end."""
+    """Return a hint at the most similar key, as a whole or by its last part."""
     known = {name: name for name in sorted(_known_keys()) if not key.startswith(f"{name}.")}
     tails = {name.rpartition(".")[2]: name for name in known} | dict.fromkeys(("lr", "learning_rate"), "optimizer.lr")
     tail = key.rpartition(".")[2]

@@ -98,7 +98,7 @@ def precision(config: RunConfig) -> Precision:
 def build_model(config: RunConfig, *, as_built: bool = False, on_meta: bool = False) -> nn.Module:
     """Build the uncut model, the same on every rank and for every K.
 
-    With ``as_built`` or ``on_meta`` it is left to the trainer to untie weights and to read ``init_from``.
+    With ``as_built`` or ``on_meta`` neither untie weights nor read ``init_from``, because the trainer does.
     """
     torch.manual_seed(config.seed)
     with torch.device("meta") if on_meta else contextlib.nullcontext():
@@ -128,9 +128,9 @@ def described_model(config: RunConfig) -> nn.Module:
 
 
 def run_with(run_dir: PurePath, words: Sequence[str]) -> RunConfig:
-    """Return a run's configuration with settings like data.root=images.
+    """Return a run's configuration, changed by words like data.root=images.
 
-    For the run of a script ``words`` are to describe its model and data, and its loss.
+    For the run of a script, ``words`` must describe its model, data and loss.
 
     Raises:
         ConfigError: If words are unknown, or the model of a script's run is not described.
@@ -159,7 +159,7 @@ def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the target of a data node."""
+    """Return a data node's arguments for its target, without our own keys."""
     taken = _parameters(_locate("data", node))
     dropped = OF_THE_LOADER if taken is None else {*OF_THE_LOADER, *(set(OF_THE_MODEL) - taken)}
     return {key: value for key, value in node.items() if key not in dropped}
@@ -193,9 +193,9 @@ def device_loader(
 
 
 def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Chain:
-    """Return the units of ``model`` on the first training samples.
+    """Run ``model`` on the first training samples, and return its units.
 
-    The model may be on meta; ``keeps`` is the ``keeps_ties`` of :class:`Chain`. DataError if the data is missing.
+    The model may be on meta; ``keeps`` is the ``keeps_ties`` of :class:`Chain`. Raise DataError if data is missing.
     """
     loader = device_loader(config, torch.device("cpu"), shuffle=True)
     samples = samples_of.take(loader, None, None)
@@ -208,7 +208,7 @@ def read_units(config: RunConfig, model: nn.Module, *, keeps: str | None) -> Cha
 def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> list[int]:
     """Return the units of each stage for a cut that needs no measurement.
 
-    ``balance`` is a ``partition.balance``. PartitionError if the model cannot be cut like that.
+    ``balance`` is a ``partition.balance``. Raise PartitionError if the model cannot be cut like that.
     """
     if balance == "even":
         return even_sizes(chain, num_stages)
@@ -216,10 +216,10 @@ def chosen_sizes(chain: Chain, num_stages: int, balance: str | Sequence[int] | S
 
 
 def check_cut(config: RunConfig, *, has_data: bool = True) -> None:
-    """Check the cut of a run as far as possible, with or without the data.
+    """Build the model of a run and, if ``has_data``, check the cut.
 
     Raises:
-        PartitionError, DataError, ConfigError: If the model cannot be cut there, or cannot be read.
+        PartitionError, DataError, ConfigError: If the cut is impossible, data is missing, or the model fails.
     """
     num_stages, balance = config.partition.num_stages, config.partition.balance
     model = described_model(config) if config.runtime.meta_init else build_model(config)
@@ -228,14 +228,14 @@ def check_cut(config: RunConfig, *, has_data: bool = True) -> None:
 
 
 def callbacks(config: RunConfig) -> list[Any]:
-    """Return the callbacks, made."""
+    """Instantiate and check the user's callbacks."""
     made = [_listed(f"callbacks[{number}]", node) for number, node in enumerate(config.callbacks)]
     Callbacks(made)
     return made
 
 
 def monitoring(config: RunConfig) -> Monitoring:
-    """Return the records of the run, with the user's own loggers instantiated."""
+    """Return the monitoring settings, with the user's loggers instantiated."""
     loggers = [
         one if isinstance(one, str) and "." not in one else _listed(f"runtime.loggers[{number}]", one)
         for number, one in enumerate(config.runtime.loggers)
@@ -244,9 +244,9 @@ def monitoring(config: RunConfig) -> Monitoring:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check the targets by their signatures and by trial, without data.
+    """Check all ``_target_`` nodes by signature, and call some, without data.
 
-    The model is built only if the optimizer has rules for its parameters, or refuses a parameter made up here.
+    The model is built only if the optimizer has rules for its parameters, or refuses a 1 x 1 parameter.
     """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model)):
         _bind(name, node)
@@ -267,10 +267,10 @@ def check_targets(config: RunConfig) -> None:
 
 
 def build_loss(config: RunConfig) -> LossFn:
-    """Return the loss, from (output, target) to its mean over the samples.
+    """Return the loss: a callable that takes (output, target).
 
-    A function that takes the output and the target is the loss itself, with the node's other keys; so is a module that
-    is there already, and what ``_partial_`` asks not to be called. Anything else is called, and returns the loss.
+    A target that takes (output, target) is the loss itself, with the node's other keys as arguments; so is an existing
+    module, or any target with ``_partial_``. Another target is called and returns the loss.
     """
     target, arguments, is_loss = _bind_loss(config.loss)
     make = partial(target, **arguments)
@@ -281,7 +281,7 @@ def build_loss(config: RunConfig) -> LossFn:
 
 
 def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Return the loss target, its arguments, and whether it is a ready loss."""
+    """Return a node's target, its arguments, and whether it is the loss."""
     target = _locate("loss", node)
     # Every other reduction is an argument of the loss, as torch's losses have it.
     given = {key: value for key, value in node.items() if key != "_partial_" and (key, value) != ("reduction", "batch")}
@@ -346,7 +346,10 @@ def _call(name: str, node: Mapping[str, Any], kind: Any = object, expected: str 
 
 
 def _made(name: str, path: Any, make: Callable[[], Any], kind: Any = object, expected: str = "") -> Any:
-    """Call the target ``path`` of ``name`` and return its result, a ``kind``."""
+    """Return the result of ``make``, the target ``path``; check its type.
+
+    ``name`` is the key for errors. Raise ConfigError if the call fails or returns no ``kind``.
+    """
     try:
         made = make()
     except AdlError:
@@ -363,7 +366,7 @@ def _bind(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the target and arguments of ``node``, after a check.
 
-    Together with the first ``num_positional`` arguments and the names ``supplied`` later they must suffice.
+    The target must accept them with ``num_positional`` positional arguments and the keywords ``supplied`` later.
     """
     target = _locate(name, node)
     # An optimizer or a schedule is always made later, of what is supplied then: Hydra's _partial_.

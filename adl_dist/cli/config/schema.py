@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The number of stages, which a Trainer takes by itself."""
+    """The number of stages, a separate argument of a Trainer."""
 
     num_stages: int = setting(2, "K, the number of stages", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Length and measures of a training."""
+    """Length, batch size and metrics of a training."""
 
     batch_size: int = setting(64, "samples of one update; a micro-batch holds floor(batch_size / M)", least=1)
     epochs: int = setting(20, "passes over the training data", least=1)
@@ -66,7 +66,7 @@ OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """The settings of one run, with groups of plain values by their keys."""
+    """The settings of one run; groups are namespaces of plain values."""
 
     method: Method
     partition: SimpleNamespace
@@ -124,7 +124,7 @@ class RunConfig:
         Hydra has checked the keys.
 
         Raises:
-            ConfigError: If a value has another type or is out of range.
+            ConfigError: If a value has the wrong type or is out of range.
         """
         hints = {f.name: f.type for f in fields(cls)}
         values = {key: as_typed(hints[key], value) for key, value in plain.items()}
@@ -159,7 +159,7 @@ class RunConfig:
 
     @property
     def timeouts(self) -> WatchdogTimeouts:
-        """The timeouts of a job in which no process is the user's own."""
+        """The watchdog's timeouts, with ``auto`` as for several processes."""
         chosen = self.build(WatchdogTimeouts)
         return replace(chosen, abort_seconds=chosen.abort_after(distributed=True))
 

@@ -55,7 +55,7 @@ Cuts = Mapping[int, tuple[Machine, list[int] | None]]  # by K: the devices, and 
 
 
 def plan(words: list[str]) -> None:
-    """Run the command with these command-line words."""
+    """Run ``adl-dist plan`` with these command-line words."""
     flags = _flags(words)
     found = _answer(flags)
     text = json.dumps(facts_of(found)) if flags.json else "\n".join(lines_of(found, with_units=flags.units))
@@ -187,10 +187,10 @@ def _machine(config: RunConfig, links: Links | None, *, memory: int | None, thre
 
 
 def _cuts(config: RunConfig, stages: Iterable[int], machine: Machine, chain: Chain) -> tuple[Cuts, list[str]]:
-    """Return each possible K's machine and given cut, and errors of others.
+    """Return (machine, given cut) of each possible K, and errors of others.
 
     Raises:
-        PartitionError: If the model can be cut into none of them.
+        PartitionError: If no K is possible.
     """
     partition = config.partition
     cuts, refused, speeds = dict[int, tuple[Machine, list[int] | None]](), dict[int, str](), partition.device_speeds
@@ -214,7 +214,7 @@ def _cuts(config: RunConfig, stages: Iterable[int], machine: Machine, chain: Cha
 def _predictions(
     cuts: Cuts, variants: Iterable[tuple[Method, Codecs]], profiles: Mapping[int, Profile], num_devices: int
 ) -> tuple[list[Prediction], list[str]]:
-    """Return all possible predictions, and the reasons against the others."""
+    """Return all possible predictions, and why others are impossible."""
     predictions, refused = [], []
     for (K, (machine, sizes)), (method, codecs) in itertools.product(cuts.items(), variants):
         try:

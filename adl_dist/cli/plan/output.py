@@ -122,7 +122,7 @@ def _unit_row(unit: UnitCost, block: str) -> list[str]:
 
 
 def facts_of(plan: Plan) -> dict[str, Any]:
-    """Return the answer as plain values."""
+    """Return ``plan`` as plain values, for JSON."""
     return {
         "profile": asdict(plan.profile),
         "machine": asdict(plan.machine),

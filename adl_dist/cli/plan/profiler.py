@@ -1,4 +1,4 @@
-"""Measurements of a model, also next to others at work, and of messages."""
+"""Measurements of a model, also next to busy processes, and of a link."""
 
 import contextlib
 import multiprocessing
@@ -45,9 +45,9 @@ class Profiler:
     """The uncut model on its device with samples, ready for measurements.
 
     Attributes:
-        spec: how it is trained, in the memory format that it runs in.
-        samples: on the device.
-        loader: of the training data; None if a shape is given instead.
+        spec: the training's specification, with the memory format that was chosen.
+        samples: the samples, on the device.
+        loader: the loader of the training data, or None if a shape is given instead.
     """
 
     def __init__(self, config: RunConfig, *, threads: int, shape: list[int] | None = None) -> None:
@@ -96,13 +96,13 @@ class Profiler:
 
     @contextlib.contextmanager
     def profiles(self, sizes: Iterable[int], num_others: int) -> Iterator[dict[int, Profile]]:
-        """Measure each unit for micro-batches of ``sizes``.
+        """Yield a profile of the units for each micro-batch size in ``sizes``.
 
-        They are measured alone, and while other processes train the same model. These still train inside the block,
-        with micro-batches of the first size.
+        The units are measured alone, then while ``num_others`` processes train the same model with micro-batches of the
+        first size. These processes end with the block.
 
         Raises:
-            ConfigError: If one of them ended before it was ready, or in the block.
+            ConfigError: If such a process ends before it is ready, or in the block.
         """
         found = {size: self._profile(size) for size in dict.fromkeys(sizes)}
         with self._others_at_work(num_others, next(iter(found))):
@@ -148,7 +148,7 @@ class Profiler:
             )
 
     def pace(self, samples: int) -> Throughput:
-        """Measure the uncut model with so many samples at once, on one device."""
+        """Measure the uncut model on one device, with a batch of ``samples``."""
         sys.stderr.write(f"measuring the whole model with {samples} samples{self._others} ...\n")
         batch = micro_batch(self.samples.one, samples)
         with self.spec.precision.apply(threads=self.threads):
@@ -158,7 +158,7 @@ class Profiler:
 
 
 def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:
-    """Train in this process; reply with None when it has begun, or an error."""
+    """Train until killed; reply with None once it has begun, or an error."""
     os.environ[LAUNCHER] = str(parent)
     end_with_launcher()
     null = os.open(os.devnull, os.O_WRONLY)
@@ -176,12 +176,12 @@ def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[
 
 
 def link_figures(device: str) -> dict[str, Any]:
-    """Return the keyword arguments of a :class:`Machine` for these links.
+    """Return a :class:`Machine`'s keyword arguments for links of ``device``.
 
-    On CPUs two processes of this machine measure it, which takes a few seconds, mostly to start them.
+    On CPUs two processes of this machine measure a link, which takes a few seconds, mostly to start them.
 
     Raises:
-        ChannelError: If they did not finish in time.
+        ChannelError: If these processes fail or take too long.
     """
     if device == "cuda":
         return GPU_LINK
@@ -196,7 +196,10 @@ def link_figures(device: str) -> dict[str, Any]:
 
 
 def measure_link(folder: str, rank: int) -> dict[str, float]:
-    """Return seconds per message and per byte, and bytes/s, to the peer."""
+    """Return a :class:`Machine`'s arguments for the link to the peer.
+
+    They are the bandwidth in bytes/s, the latency in s, and CPU seconds per message and per byte.
+    """
     torch.set_num_threads(1)
     if (interface := loopback()) is not None:
         os.environ[GLOO] = interface
@@ -204,10 +207,10 @@ def measure_link(folder: str, rank: int) -> dict[str, float]:
     elsewhere = torch.zeros(CACHES, dtype=torch.uint8)
 
     def exchange(num_bytes: int, *, works: bool) -> tuple[float, float]:
-        """Return wall-clock and busy seconds of one message, from round trips.
+        """Return wall-clock and CPU seconds of one message, from round trips.
 
-        They are half of the least and of the median round trip. With ``works`` each does something else before, as a
-        stage does, so that nothing of it is in the caches.
+        They are half of the shortest trip, and half of the median CPU time of a trip. With ``works``, other memory is
+        touched before each trip, as in a stage, so that the message is not in the caches.
         """
         message, walls, busy = torch.zeros(num_bytes, dtype=torch.uint8), [], []
         for _ in range(ROUNDS):

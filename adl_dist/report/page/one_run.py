@@ -77,7 +77,7 @@ def ending(run: Run) -> str:
 
 
 def head(run: Run) -> Iterator[Part]:
-    """Yield the end of the run, and the verdict on its stages."""
+    """Yield a line on the end of the run, and the verdict on its stages."""
     css, said = ENDINGS[ending(run)]
     summary = run.summary
     if "stopped" in summary:
@@ -94,7 +94,7 @@ def head(run: Run) -> Iterator[Part]:
 
 
 def verdict(run: Run) -> str | None:
-    """Return the sentence, or None for one stage or unknown ones."""
+    """Return a sentence on the idlest stage; None for one or unknown stages."""
     busy = [float(stage["busy_share"]) for stage in run.summary.get("stages", ())]
     if len(busy) < 2 or min(busy) <= 0:
         return None
@@ -227,7 +227,7 @@ def _throughput(run: Run) -> Iterator[Part]:
 
 
 def stage_table(runs: Sequence[Run]) -> Iterator[Part]:
-    """Yield how busy and how stale the stages of runs were."""
+    """Yield a table of the stages' busy shares, delays and staleness."""
     rows: list[Sequence[object]] = [["", "stage", "busy", "delay", "mean staleness", "expected", "largest"]]
     for run in runs:
         planned = {f.stage: (f.delay, f"{f.staleness_mean:.3f}") for f in figures(run.pipeline)} if run.pipeline else {}
@@ -263,9 +263,9 @@ def _stages(run: Run) -> Iterator[Part]:
 
 
 def _over_epoch(points: Sequence[Point]) -> list[Point]:
-    """Return the moving average over an epoch.
+    """Return the moving average of ``points`` over an epoch.
 
-    Updates at both ends of an epoch are less stale.
+    It evens out the ends of an epoch, where updates are less stale.
     """
     return moving_average(points, max(1, len(points) // max(1, round(points[-1].epoch)))) if points else []
 

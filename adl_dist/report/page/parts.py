@@ -22,12 +22,12 @@ CSS = {op: op.name.lower().replace("_", "-") for op in BOXES}
 
 
 def text(content: str, css: str = "") -> Part:
-    """Return a paragraph; ``css``: its class, or VERBATIM or MISSING."""
+    """Return a paragraph of class ``css``, or of kind VERBATIM or MISSING."""
     return {"kind": css if css in (VERBATIM, MISSING) else "text", "text": content, "css": css}
 
 
 def bar(content: str, percent: float) -> Part:
-    """Return a cell of a table with a bar behind it."""
+    """Return a table cell with a bar of ``percent`` width behind it."""
     return {"text": content, "bar": percent}
 
 
@@ -50,24 +50,24 @@ class Curve(NamedTuple):
 
 
 def colour(number: int) -> str:
-    """Return the class of the colour and dashes of one of many curves."""
+    """Return the CSS classes for colour and dashes of curve ``number``."""
     return f"c{number % NUM_COLOURS} d{number // NUM_COLOURS % NUM_DASHES}"
 
 
 def places(points: Sequence[Point], x: str = "epoch", scale: float = 1.0) -> list[tuple[float, float]]:
-    """Return (``x``, scaled value) of the points, or of some of a long curve."""
+    """Return (``x``, scaled value) of ``points``, thinned out in long curves."""
     return [(getattr(point, x), scale * point.value) for point in points[:: max(1, len(points) // MOST_POINTS)]]
 
 
 def charts(drawn: Sequence[Part], caption: str, otherwise: str = "") -> Part:
-    """Return charts side by side, or the way to the missing record."""
+    """Return charts side by side or, without any, the text ``otherwise``."""
     return {"kind": "charts", "charts": drawn, "caption": caption} if drawn else text(otherwise, MISSING)
 
 
 def chart(
     title: str, x_label: str, curves: Sequence[Curve], *, from_zero: bool = False, top: float | None = None
 ) -> Part:
-    """Return a chart in a square of 1000, clipped below a few high outliers.
+    """Return a chart in a 1000 x 1000 square; it clips a few high outliers.
 
     Args:
         title: name of the values.
@@ -115,7 +115,7 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def bars(drawn: Sequence[Bar], legend: Sequence[tuple[str, str]], caption: str) -> Part:
-    """Return bars of segments, at most 100 % long together."""
+    """Return bars, each of segments that add up to at most 100 %."""
     return {"kind": "bars", "bars": drawn, "legend": legend, "caption": caption}
 
 

@@ -17,7 +17,7 @@ SHARE = 30  # of the rounding allowed: so much less of the largest gradient of t
 
 
 class Difference(NamedTuple):
-    """One value that is not the same."""
+    """A value that differs between the stages and the uncut model."""
 
     when: str
     what: str
@@ -33,8 +33,8 @@ class Difference(NamedTuple):
 def first_difference(spec: TrainSpec, expected: Iterable[Results], found: Iterable[Results]) -> Difference | None:
     """Return the first difference between the stages and the uncut model.
 
-    Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding: they are summed in another
-    order where stages use one value or one weight.
+    Outputs and losses must be equal to the bit on a CPU. Gradients may differ by rounding, because they are summed in a
+    different order where stages use one value or one weight.
     """
     dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -102,7 +102,10 @@ Calls = dict[tuple[str, int], list[Tensor]]  # by module and how often it was ca
 
 @contextmanager
 def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
-    """Collect the results of all modules of copies of one model."""
+    """Yield a dictionary that collects the results of all calls of modules.
+
+    The ``models`` are copies, or parts of copies, of one model.
+    """
     calls: Calls = {}
     names = {id(module): name for model in models for name, module in model.named_modules() if name}
     counts = dict.fromkeys(names, 0)
@@ -125,7 +128,7 @@ def record_calls(models: Sequence[nn.Module]) -> Iterator[Calls]:
 
 
 def describe_first_difference(expected: Calls, found: Calls) -> str:
-    """Return a clause that names the first different module."""
+    """Return a clause that names the first module with a different result."""
     before = ""
     for key in (key for key in expected if key in found):
         pairs = zip(expected[key], found[key], strict=False)

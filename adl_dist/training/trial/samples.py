@@ -64,7 +64,7 @@ class Samples(NamedTuple):
 
     @property
     def readings(self) -> list[tuple[Batch, Batch]]:
-        """Inputs of two micro-batches of SIZES samples, for each length."""
+        """For each length, the inputs of two micro-batches of SIZES samples."""
         if not self.varies:
             return [(self.pair[0].input_, self.pair[1].input_)]
         return [(batch.input_, batch.rows(0, SIZES[1]).input_) for batch in self.lengths]
@@ -94,7 +94,7 @@ class Samples(NamedTuple):
 def take(training: DeviceLoader | None, validation: DeviceLoader | None, plan: Plan | None) -> Samples | None:
     """Return the first samples of the data, and the sizes of ``plan``.
 
-    Return None where no data is fed.
+    Return None without a loader.
 
     Raises:
         DataError: If training and validation data have samples of different shapes or dtypes.
@@ -125,10 +125,11 @@ def _describe(batch: Batch, *, with_sizes: bool) -> str:
 
 
 def _of_lengths(loader: DeviceLoader, fewest: int) -> Samples:
-    """Return samples of several lengths; the pair are the least and greatest.
+    """Return samples of several lengths; the pair has a short and a long one.
 
-    Half of what is looked at comes in micro-batches of SIZES[1] different samples, the rest in small ones. The run has
-    micro-batches of ``fewest`` samples: a shorter one has other lengths, and not every ``collate_fn`` takes one.
+    Half of the samples read are in micro-batches of SIZES[1] different samples, the others in small ones. These have
+    SIZES[0] samples, or one if the run has micro-batches of one (``fewest``): its lengths may differ, but not every
+    ``collate_fn`` accepts a single sample.
     """
     num, small = min(NUM_LOOKED_AT, loader.num_samples), min(SIZES[0], fewest)
     large = min(SIZES[1], num)
@@ -157,7 +158,7 @@ def _first(loader: DeviceLoader, count: int) -> tuple[Batch, Batch]:
 
 
 def share(agreement: Agreement, samples: Samples | None) -> Samples:
-    """Return the ``samples`` of rank 0, which alone has some."""
+    """Return the ``samples`` of rank 0 on all ranks; others have None."""
     if agreement.size == 1 and samples is not None:
         return samples
     file = io.BytesIO()

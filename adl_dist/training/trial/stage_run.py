@@ -1,6 +1,7 @@
 """A run of all stages in turn on two micro-batches, as in training.
 
-Every rank runs the whole model, on copies. So each finds by itself which tensors cross the cuts, and the same mistakes.
+Every rank runs the whole model, on copies. So each finds by itself which tensors cross the cuts, and all find the same
+errors.
 """
 
 import copy
@@ -97,7 +98,7 @@ def specs_of(seen: Sequence[tuple[int, Tensors]]) -> tuple[TensorSpec, ...]:
 
 
 def recorded_crossings(mode: ModePlan, edge: int) -> list[Crossing]:
-    """Return the tensors recorded to cross the edge after stage ``edge``."""
+    """Return the Crossing after stage ``edge`` in each recorded call."""
     recorded, seen = mode.recorded, []
     labels = [slot[0] for slot in mode.crossing[edge]]
     tail = [len(labels)] if mode.decides else []
@@ -132,14 +133,14 @@ NOT_JOINED = (
 class StageRun:
     """A trial run of copied stages, or of the uncut model.
 
-    Their state is thrown away, and that of the loss, which is copied here.
+    The state of the stages is thrown away, like the state of the loss, which is copied here.
 
     Attributes:
-        modules: for each stage the modules that compute, under the model's names.
+        modules: for each stage the module that computes, under the model's names.
     """
 
     def __init__(self, stages: Sequence[Any], spec: TrainSpec, device: torch.device, name: str = "") -> None:
-        """Take the ``stages``; errors call them ``name`` if they are one model."""
+        """Take the ``stages``, or one model in a list, which errors call ``name``."""
         self.stages, self._spec, self._device, self.last = stages, spec, device, len(stages) - 1
         self.modules: list[nn.Module] = [
             vars(stage).get("model", stage) if is_part(stage) else stage for stage in stages
@@ -175,11 +176,11 @@ class StageRun:
 
         Parameters named in ``between``, by default all, change before the second forward, and all before the
         evaluation. If ``delayed``, the first backward comes after the second forward, with the older weights put back
-        in for that, as in training with delayed gradients.
+        in for it, as in training with delayed gradients.
 
         Raises:
             ConfigError: If a stage or the loss fails.
-            CutImpossibleError: If the stages cannot agree on what crosses a cut.
+            CutImpossibleError: If a tensor at a cut gets a gradient for some micro-batches only.
         """
         first, second = samples.pair
         self._dataset = "training" if samples.trains else "validation"
@@ -207,9 +208,10 @@ class StageRun:
         yield Results(STATE, "buffer", {n: b.detach() for s in reversed(self.stages) for n, b in s.named_buffers()})
 
     def _start_versions(self, parameters: Sequence[nn.Parameter]) -> tuple[list[Leaves], list[Context]]:
-        """Put copies into ``parameters``.
+        """Put copies, as a new version, into ``parameters``.
 
-        Return the older versions, which get the gradients of graphs built before, and the contexts of their backwards.
+        Return two lists with an entry per stage: its older version by name, which gets the gradients of graphs built
+        before, and the context of their backward.
         """
         leaves, within, chosen = list[Leaves](), list[Context](), {id(p) for p in parameters}
         is_swapped = self._spec.pipeline.method.weights != "latest"
@@ -222,7 +224,7 @@ class StageRun:
         return leaves, within
 
     def forward(self, batch: MicroBatch, when: str, *, training: bool = True) -> _Passage:
-        """Forward one micro-batch through all stages."""
+        """Run the forward of one micro-batch through all stages."""
         passage, size = _Passage(), num_samples(batch.input_)
         seed = stream_seed(self._spec.seed, when)
         seed_streams(seed, self._device)
@@ -314,8 +316,8 @@ class StageRun:
     ) -> dict[str, Tensor | None]:
         """Run the backward of all stages, last to first; return summed gradients.
 
-        ``when`` names the forward, and seeds the random streams. ``leaves`` are the tensors of each stage that get the
-        gradients, by the names of parameters, ``within`` the contexts of the backwards.
+        ``when`` names the forward, and seeds the random streams. ``leaves`` are by stage the tensors that get
+        gradients, by the names of parameters; ``within`` are by stage the contexts of the backward.
         """
         assert passage.loss is not None
         seed_streams(stream_seed(self._spec.seed, f"backward of {when}"), self._device)
@@ -343,7 +345,7 @@ class StageRun:
         return gradients
 
     def _note_gradients(self, k: int, gets: list[bool]) -> None:
-        """Note the acts with a gradient, which must be the same each time."""
+        """Record which inputs get a gradient; CutImpossibleError if it changes."""
         before = self._gets_grad[k]
         before.append(gets)
         if gets != before[0] and k > 0:
@@ -352,7 +354,7 @@ class StageRun:
             )
 
     def result(self, samples: Samples) -> TrialResult:
-        """Return the observations.
+        """Return the facts observed in all runs.
 
         Raises:
             ConfigError: If the method cannot train the model's output.
@@ -422,7 +424,7 @@ class StageRun:
 
 
 def _divided(out: Any, target: Batch, n: int) -> tuple[list[Any], list[Batch]]:
-    """Split output and target of four samples: 0 and ``n``, then the others."""
+    """Split outputs and targets of four samples: 0 and ``n``, then the others."""
     halves = [0, n], [m for m in (1, 2, 3) if m != n]
     return [map_tensors(partial(_rows, rows=half), out) for half in halves], [rows_of(target, half) for half in halves]
 
@@ -467,7 +469,7 @@ def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigE
 
 
 def exhaust(results: Iterable[Results]) -> None:
-    """Carry out a run without a look at its results."""
+    """Carry out a run, and ignore its results."""
     deque(results, maxlen=0)
 
 

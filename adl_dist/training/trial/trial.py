@@ -63,17 +63,17 @@ class Trial:
     """Copies of a model and of its stages, and the samples to run them on.
 
     Attributes:
-        device: where they run; the CPU if the device of the run has no room for them.
+        device: where the copies run; the CPU if the device of the run has no room for them.
         model: a copy of the model in its dtype and memory format, which no run changes.
-        samples: the samples, on that device.
-        note: what the user should know of it; None before anything was compared.
+        samples: the samples, on this device.
+        note: a note on the comparison for the user; None before there was one.
     """
 
     def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
         """Copy ``model``, which stays as it is.
 
         Raises:
-            ConfigError: If autocast is asked for, which does nothing on meta, and the model is there.
+            ConfigError: If autocast is set for a model on meta, where it does nothing.
             PartitionError: If the model cannot be copied.
         """
         self.spec, self._given, self._all_samples, self.note = spec, model, samples, None
@@ -129,9 +129,9 @@ class Trial:
         With ``verify`` they are compared with the uncut model.
 
         Raises:
-            ConfigError: If a stage or the loss does not take what it gets, or there is nothing to train.
+            ConfigError: If a stage or the loss does not accept its input, or there is nothing to train.
             CutImpossibleError: If the model cannot be cut there.
-            PartitionError: If the stages compute something else than the uncut model.
+            PartitionError: If the stages compute other values than the uncut model.
         """
         try:
             return self._run(chain, sizes, verify=verify)
@@ -175,7 +175,7 @@ class Trial:
         """Return the stages' run, compared with the uncut model as in training.
 
         Raises:
-            PartitionError: If they differ; names the first unit that does.
+            PartitionError: If they differ; the text names the first difference.
         """
         pipeline, weights, between = self.spec.pipeline, self.spec.pipeline.method.weights, set[str]()
         run, whole = self._cut(chain, plan, sizes), [len(chain.units)]
@@ -229,7 +229,7 @@ class Trial:
 
 
 def _with_recorded(result: TrialResult, plan: StagePlan) -> TrialResult:
-    """Return ``result`` of a model on meta with the recorded stages' facts."""
+    """Return the ``result`` of a meta model with recorded facts of its stages."""
     acts, infos = dict(result.acts), {0: replace(result.infos[0], inputs=None)}
     for k in range(1, plan.num_stages):
         modes = [recorded_crossings(plan.modes[training], k - 1) for training in (True, False)]
@@ -268,8 +268,8 @@ def keeps_ties(method: Method) -> str | None:
 def attempts(model: nn.Module, spec: TrainSpec, samples: Samples) -> Iterator[AbstractContextManager[TrainSpec]]:
     """Yield contexts with a spec to try, until one succeeds or the last fails.
 
-    A model that fails with channels_last may run in the plain memory format. A loss that returns (sum, count) is known
-    only when it was called.
+    A model that fails with channels_last is tried in the plain memory format. A loss that returns (sum, count) is
+    recognised when it is called; it is then tried as their quotient.
     """
     has_images = any(tensor.ndim == 4 for tensor in (*tensors_of(samples.one[0]), *model.parameters()))
     given, is_done = spec.precision.channels_last, False
