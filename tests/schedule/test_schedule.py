@@ -109,7 +109,7 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
 # --- Any order ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
     """A forward sees the groups that end d micro-batches before; at most d + 1 are in flight, and at last as many."""
@@ -306,7 +306,7 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
         assert sum(1 for _ in interleave(made)) == sum(map(len, made))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.integers(2, 6), st.integers(1, 5), st.data())
 def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
     delays = sorted(data.draw(st.lists(st.integers(0, 12), min_size=K, max_size=K)), reverse=True)

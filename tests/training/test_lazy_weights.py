@@ -169,7 +169,7 @@ def grown(layers, width, vocab):
     before = most()
     with META:
         model = llama(vocab, 8, layers=layers, heads=4, width=width)
-    trainer = toy_trainer(4, 1, model=model, loss_fn=TokenCrossEntropy())
+    trainer = toy_trainer(3, 1, model=model, loss_fn=TokenCrossEntropy())
     at_start, train = [], trainer._train
     trainer._train = lambda *args: (at_start.append(most()), train(*args))[1]
     ids = torch.randint(vocab, (4, 8))
@@ -181,7 +181,7 @@ def grown(layers, width, vocab):
 @pytest.mark.ranks
 def test_no_process_ever_holds_the_whole_of_a_model_on_meta():
     """Before the first update, by the kernel's own peak: a share of 290 MiB, and what the trial needs."""
-    by_rank = run_ranks(4, grown, 6, 1024, 1000, timeout_seconds=110)
+    by_rank = run_ranks(3, grown, 6, 1024, 1000, timeout_seconds=110)
     whole = sum(share for _, share in by_rank)
     assert whole > 280
     for growth, share in by_rank:
