@@ -218,7 +218,8 @@ class RecordedResults:
         """
         shapes = [tensor.shape for tensor in tensors_in(args)]
         all_runs = [*self._runs.values()]
-        runs = [(given, tensors_in(out)) for given, out in all_runs if list(map(len, given)) == list(map(len, shapes))]
+        alike = [(given, out) for given, out in all_runs if list(map(len, given)) == list(map(len, shapes))]
+        runs = [(given, tensors_in(out)) for given, out in alike]
         numbers = [[*other_leaves(out)] for _, out in all_runs]
         if any(one != numbers[0] for one in numbers):
             raise ValueError("it returns numbers that differ between the recorded runs")
@@ -232,7 +233,7 @@ class RecordedResults:
             made = torch.empty(sizes, dtype=tensor.dtype, device=META)
             return made.requires_grad_(tensor.requires_grad)
 
-        return map_tensors(sized, all_runs[0][1])
+        return map_tensors(sized, alike[0][1])
 
     @staticmethod
     def _size(seen: Sequence[int], runs: Sequence[Any], shapes: Sequence[torch.Size]) -> int:

@@ -289,11 +289,11 @@ def predict_speeds(
 def _for_stages(machine: Machine, K: int, num_stages: int) -> Machine:
     """Return ``machine`` for ``num_stages`` on K devices.
 
-    If the numbers differ, all links are the slowest one, and speeds repeat.
+    If the numbers differ, all links are the slowest one, and speeds repeat. One stage is on the first device.
     """
     if num_stages == K or K == 1:
         return machine
-    speeds = None if machine.speeds is None else [*machine.speeds] * (num_stages // K)
+    speeds = None if machine.speeds is None else ([*machine.speeds] * max(1, num_stages // K))[:num_stages]
     bandwidth, latency = machine.slowest_link
     return replace(machine, speeds=speeds, bandwidth=bandwidth, latency=latency)
 
