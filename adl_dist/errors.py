@@ -87,8 +87,8 @@ class DivergedError(AdlError, ArithmeticError):
         elif update or "validation" in what:  # which comes after the update
             way_out = (
                 "lower the learning rate, lengthen its warm-up or, if the method has staleness, raise "
-                "method.accumulation_steps; or is there NaN in the data? The last checkpoint, if any, is kept; "
-                "use a new run_dir"
+                "method.accumulation_steps, in a new run_dir; or is there NaN in the data? The last checkpoint, if "
+                "any, is kept; train.non_finite=skip continues from it without such updates"
             )
         super().__init__(f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); {way_out}")
 

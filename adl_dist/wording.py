@@ -19,6 +19,7 @@ PYTHON_NAMES: dict[str, tuple[str, str]] = {
     "loss._target_": ("", "loss_fn"),
     "optimizer.rules": ("", "rules"),
     "data.num_classes": ("", "num_classes"),
+    "model.num_classes": ("", "num_classes"),
     "data.num_workers": ("", "num_workers"),
     "data.shuffle": ("", "shuffle"),
 }

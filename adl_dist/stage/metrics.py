@@ -133,7 +133,11 @@ def measured(metrics: Sequence[Metric], out: Any, target: Any) -> list[Tensor]:
     for metric in metrics:
         if metric.measure is None:
             continue
-        with _users_own(metric, "(output, target) of a micro-batch and returns two numbers, (sum, count)"):
+        with _users_own(
+            metric,
+            "(output, target) of a micro-batch and returns two numbers, (sum, count), or is "
+            "an adl_dist.EpochMetric of the whole validation",
+        ):
             total, count = (torch.as_tensor(number, dtype=torch.float64) for number in metric.measure(out, target))
             found.append(torch.stack([total.to(device_of(target)), count.to(device_of(target))]))
         if versions != [version_of(tensor) for tensor in given]:

@@ -155,14 +155,14 @@ def check_targets(
     value = int(target[wrong][0])
     if value == ignored:
         raise DataError(
-            f"{where} has target {value}, which torch's losses ignore, and then they are no mean over the samples; "
-            "give those another number to ignore, like loss.ignore_index=-1, and one of your own a "
+            f"{where} has target {value}, which torch's losses ignore; ignored targets are counted, for the mean over "
+            "the others, only if the loss names another number, like loss.ignore_index=-1; give one of your own a "
             "num_terms(target), the number of terms that it averages over (docs/own.md), that of a model by "
             "loss_fn=adl_dist.losses.ModelLoss(num_terms=...)"
         )
     raise DataError(
         f"{where} has target {value}, but the model has {num_outputs} outputs, so targets must be in [0, "
-        f"{num_outputs}); give the model an output for each class (data.num_classes), or correct the targets"
+        f"{num_outputs}); give the model an output for each class (model.num_classes), or correct the targets"
     )
 
 

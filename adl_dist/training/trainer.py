@@ -379,12 +379,12 @@ class Trainer:
         self._check_averages(ema)
         if batch_size is None:
             batch_size = self._data.batch_size // self._spec.pipeline.micro_batches_per_update
+            if not batch_size:
+                raise ConfigError("give evaluate a batch_size; it has a default only after fit")
         num_workers = self._data.num_workers if num_workers is None else num_workers
         loading = loading or self._data.loading
         arguments.check_values({"batch_size": batch_size, "num_workers": num_workers, "loading": loading})
         data = Data(None, dataset, batch_size, num_workers, loading, trains=False)
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}; only after fit it has a default")
         world = self._join()
         length = {"epochs": 0, "max_updates": None, "micro_batch_size": batch_size, "accumulation_steps": 1}
         with self._keep_modes(), self._start_job(world, None) as (running, agreement):
@@ -417,7 +417,10 @@ class Trainer:
 
     def _check_averages(self, ema: bool) -> None:
         if ema and self._averages is None:
-            raise ConfigError("ema=True: no average was made; give Trainer(ema=0.999) and call fit before")
+            raise ConfigError(
+                "ema=True: there is no average of these weights; give Trainer(ema=0.999) and call fit before, or load one "
+                "by load_checkpoint(path, ema=True)"
+            )
 
     @contextlib.contextmanager
     def _averaged(self, ema: bool) -> Iterator[None]:
@@ -454,7 +457,7 @@ class Trainer:
             return
         for module in self._partitioned.modules.values():
             state.load_weights(chosen, module, ema=ema)
-        self._partitioned.initial = {}
+        self._partitioned.initial, self._averages = {}, None  # the average was of other weights
 
     def _agreed_folder(
         self,

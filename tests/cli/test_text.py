@@ -21,6 +21,7 @@ from adl_dist.data.tokens import open_tokens
 from adl_dist.data.vocabulary import FILE, Vocabulary
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
+from tests.support.commands import in_process, shows
 from tests.support.values import SILENT
 
 TEXT = "abcdefgh" * 200
@@ -135,6 +136,14 @@ def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
     assert vocabulary.decode(train) == "".join(text[:at] for text, at in zip(TEXTS, behind, strict=True))
     assert vocabulary.decode(validation) == "".join(text[at:] for text, at in zip(TEXTS, behind, strict=True))
     assert f"{len(train):,} tokens" in capsys.readouterr().out
+
+
+def test_a_text_that_is_not_utf_8_has_bytes_only(tmp_path):
+    (tmp_path / "a").write_bytes(("Größe " * 40).encode("latin-1"))
+    words = [str(tmp_path / "a"), "--out", str(tmp_path / "out"), "--level"]
+    refusal = in_process("tokenize", *words, "char").refusal()
+    shows(refusal, ["byte 2 is not UTF-8; convert the file, or use --level byte"])
+    assert in_process("tokenize", *words, "byte").code == 0
 
 
 def test_a_file_of_tokenizers_is_kept_with_the_tokens(tmp_path, files):

@@ -34,6 +34,12 @@ def test_all_layouts_hold_the_same_tokens(tmp_path, dtype, header):
         assert target.tolist() == IDS[5 * index + 1 : 5 * index + 5].tolist()
 
 
+def test_no_other_type_of_tokens_is_read(tmp_path):
+    path = written(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match="data.dtype=int32: tokens are uint16 or uint32"):
+        tokens(path, path, context=4, dtype="int32")
+
+
 def test_the_header_is_that_of_llm_c():
     """256 int32, of which the first three are a magic number, a version and the number of tokens."""
     assert struct.unpack("<256i", header_of("uint16", 5)) == (20240520, 1, 5, *[0] * 253)

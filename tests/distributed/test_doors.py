@@ -90,6 +90,9 @@ def test_a_named_interface_is_that_of_all_transports(named, monkeypatch):
         monkeypatch.setenv(named, chosen)
     network.choose_interface(size=2)
     assert [os.environ[variable] for variable in variables] == [chosen, chosen, f"={chosen}"]
+    monkeypatch.setenv(network.GLOO, "nosuch0")
+    with pytest.raises(ConfigError, match=f"{network.GLOO}=nosuch0, but .* has no network interface nosuch0; it has "):
+        network.choose_interface(size=2)
 
 
 @pytest.fixture

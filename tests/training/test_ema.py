@@ -59,8 +59,19 @@ def test_the_average_is_evaluated_and_the_weights_are_kept():
 def test_an_average_that_was_not_made_is_refused_at_once():
     """Before the model is cut or data is read."""
     for call in (lambda trainer: trainer.evaluate(None, batch_size=2, ema=True), lambda t: t.full_state_dict(ema=True)):
-        with pytest.raises(ConfigError, match="ema=True: no average was made; give Trainer"):
+        with pytest.raises(ConfigError, match="ema=True: there is no average of these weights; give Trainer"):
             call(toy_trainer(2))
+
+
+def test_weights_of_a_checkpoint_have_no_average_of_a_run(tmp_path):
+    trainer = toy_trainer(2, ema=DECAY)
+    trainer.fit(FixedImages(12), epochs=1, batch_size=4, run_dir=tmp_path)
+    average = trainer.full_state_dict(ema=True)
+    trainer.load_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"or load one by load_checkpoint\(path, ema=True\)"):
+        trainer.full_state_dict(ema=True)
+    trainer.load_checkpoint(tmp_path, ema=True)
+    assert_same(trainer.full_state_dict(), average)
 
 
 def test_an_update_that_is_skipped_is_not_averaged():

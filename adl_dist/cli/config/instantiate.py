@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
@@ -399,6 +400,10 @@ def _locate(name: str, node: Mapping[str, Any], *, key: str = "_target_") -> Cal
     try:
         target = get_object(path)
     except Exception as error:  # importing runs the user's module, which can fail in any way
+        module, _, last = path.rpartition(".")
+        if module in sys.modules and getattr(error.__cause__, "name", None) == path:
+            hint = did_you_mean(last, vars(sys.modules[module]))
+            raise ConfigError(f"{name}={path}: {module} has no '{last}'{hint}") from error
         raise ConfigError(
             f"{name}={path} cannot be imported: {in_one_line(error.__cause__ or error)}; expected a dotted name like "
             "my.module.make, of a module in this folder or an installed one"
