@@ -28,7 +28,7 @@ from adl_dist.stage.model_norm import MISSING, ModelNorm
 from adl_dist.training.edges import COUNTS, connect_stages
 from adl_dist.training.measured import links_between, unit_of_inputs
 from adl_dist.training.partitioned_model import PartitionedModel, PartitionResult, Startup, parameters_by_name
-from adl_dist.training.startup_sync import check_consistent
+from adl_dist.training.startup_sync import Agreement, check_consistent
 from adl_dist.training.trial.samples import Samples, share, take
 from adl_dist.training.trial.stage_run import TrialResult
 from adl_dist.training.warm_up import WarmUp, check_without_warm_up, needs_warm_up, unchanged
@@ -88,6 +88,8 @@ def build_worker(
         with unchanged([*modules.values(), *loss], world.device):
             warm_up.run(make_stages())
     stages = make_stages()
+    if partitioned.ties:
+        check_copies(stages, startup.agreement)
     made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
     all_made = [one for by_rank in startup.agreement.all(made) for one in by_rank]
@@ -243,6 +245,32 @@ def build_stages(
             named = stage.named_parameters(remove_duplicate=False)
             stage.model_norm = ModelNorm(names, named, stage.ties.values(), missing)
     return stages
+
+
+def check_copies(stages: Mapping[int, Stage], agreement: Agreement) -> None:
+    """Raise ConfigError if copies of a tied weight have different options.
+
+    A factory that knows a weight by its object does not know the copies.
+    """
+    own = [
+        [name, k, sorted([key, str(value)] for key, value in group.items() if key not in ("params", "param_names"))]
+        for k, stage in stages.items()
+        for tied in stage.ties.values()
+        for name, parameter in tied.named_parameters()
+        for group in (tied.optimizer.param_groups if tied.optimizer is not None else ())
+        if any(parameter is one for one in group["params"])
+    ]
+    found: dict[str, tuple[int, Any]] = {}
+    for name, k, options in (one for by_rank in agreement.all(own) for one in by_rank):
+        first, expected = found.setdefault(name, (k, options))
+        if options != expected:
+            pairs = zip(options, expected, strict=False)
+            differs = next((key for (key, value), (_, other) in pairs if value != other), "options")
+            raise ConfigError(
+                f"the copies of '{name}' on stages {first} and {k} would train with different {differs}, as the "
+                "optimizer chooses groups by objects, and each stage has a copy; choose by shape, by an attribute that "
+                "you set on the parameter, or by adl_dist.optimizers.with_rules"
+            )
 
 
 def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch.device) -> nn.Module | None:

@@ -418,8 +418,8 @@ class Trainer:
     def _check_averages(self, ema: bool) -> None:
         if ema and self._averages is None:
             raise ConfigError(
-                "ema=True: there is no average of these weights; give Trainer(ema=0.999) and call fit before, or load one "
-                "by load_checkpoint(path, ema=True)"
+                "ema=True: there is no average of these weights; give Trainer(ema=0.999) and call fit before, or load "
+                "one by load_checkpoint(path, ema=True)"
             )
 
     @contextlib.contextmanager

@@ -36,7 +36,7 @@ def test_all_layouts_hold_the_same_tokens(tmp_path, dtype, header):
 
 def test_no_other_type_of_tokens_is_read(tmp_path):
     path = written(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match="data.dtype=int32: tokens are uint16 or uint32"):
+    with pytest.raises(ConfigError, match=r"data\.dtype=int32: tokens are uint16 or uint32"):
         tokens(path, path, context=4, dtype="int32")
 
 

@@ -64,6 +64,8 @@ def test_numbers_that_lose_digits_are_told(capfd):
     assert note.startswith("'0.0.weight' and ")
     assert "become float32, in which the run computes, and lose digits" in note
     assert notes_of(batch_norm_net()) == []
+    (note,) = notes_of(batch_norm_net().bfloat16())
+    assert "become float32, in which the run keeps weights, and take more memory; " in note
     assert "warning" not in capfd.readouterr().err
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import DivergedError, PartitionError
+from adl_dist.errors import ConfigError, DivergedError, PartitionError
 from adl_dist.optimizers import Muon
 from adl_dist.stage.tied import TiedWeights
 from tests.support.equations import EQUATIONS, assert_close
@@ -39,6 +39,21 @@ def test_every_method_follows_the_equations_to_1e_12(name, K, M):
     got, _ = train_tied(K, M, method=name)
     assert_close(got, tied_by_the_equations(K, M, delays(K), weights, epochs=2, flushes=name in FLUSHING))
     assert_copies_are_equal(got)
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_groups_by_objects_are_refused_as_copies_are_others(K):
+    model = tied_net()
+    known = {id(parameter) for parameter in model.parameters()}
+
+    def by_object(parameters):
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 if id(p) in known else 0.2} for p in parameters])
+
+    trainer = toy_trainer(K, model=model, optimizer=by_object, balance=TIED_BALANCE[K])
+    with pytest.raises(
+        ConfigError, match=r"^the copies of '.*' on stages 0 and \d would train with different lr, as the"
+    ):
+        trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=QUIET)
 
 
 @pytest.mark.parametrize(("delay", "M", "weights"), [((6, 4, 2, 0), 1, "stash"), ((2, 2, 1, 0), 2, "recompute"),
