@@ -34,6 +34,11 @@ def notes_of(model, **options):
     return fit(toy_trainer(1, 1, "bp", model=model, verify=False, **options))._partitioned.notes
 
 
+class MeanOfLength(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
+
+
 REFUSED = {
     "a loader": (DataLoader(DATA), r"DataLoader is not a torch Dataset .* of a DataLoader give the dataset"),
     "tensors": ((torch.zeros(8, 2), torch.zeros(8)), r"tuple is not a torch Dataset .* torch.utils.data.TensorDataset"),
@@ -141,9 +146,27 @@ def test_a_traceback_has_no_frames_of_ours(K):
 def test_an_id_without_a_row_is_told_with_those_beside_it(id_, ids):
     given = torch.arange(8)
     given[7] = id_
-    trainer = toy_trainer(2, 2, model=nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3)), balance=[1, 1])
-    with pytest.raises(DataError, match=rf"a row for each id in the data\? Those of this micro-batch are {ids}$"):
-        trainer.fit([(i, 0) for i in given], epochs=1, batch_size=4, shuffle=False, monitoring=SILENT)
+    net = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+    later = rf"a row for each id in the data\? Those of this micro-batch are {ids}$"
+    at_start = r"fails on it in Embedding.* a row for each id in the data\?$"
+    for order, error, message in ((given, DataError, later), (given.flip(0), ConfigError, at_start)):
+        with pytest.raises(error, match=message):
+            fit(toy_trainer(2, 2, model=net, balance=[1, 1]), [(i, 0) for i in order], shuffle=False)
+
+
+def test_classes_in_the_last_dimension_need_another_loss():
+    texts = [(torch.arange(6), torch.full((6,), 20)) for _ in range(8)]
+    with pytest.raises(
+        DataError, match=r"has 6 outputs, .* or use TokenCrossEntropy if the last dimension of the outp"
+    ):
+        fit(toy_trainer(1, model=nn.Embedding(30, 30)), texts)
+
+
+def test_a_length_that_begins_late_is_told_with_the_way_out():
+    texts = [(torch.zeros(4 if i < 80 else 5, 2), 0) for i in range(88)]
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), MeanOfLength())
+    with pytest.raises(PartitionError, match="only if the first samples, up to 64, have several: let them differ, pad"):
+        fit(toy_trainer(2, model=model, balance=[2, 2]), texts, shuffle=False)
 
 
 def test_inference_mode_around_a_training_changes_nothing():
