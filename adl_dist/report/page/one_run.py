@@ -181,7 +181,7 @@ def results(runs: Sequence[Run]) -> Iterator[Part]:
         yield NO_SUMMARY
     if not any(name.startswith("validation_") for name in names):
         yield text("validation; give the run validation data.", MISSING)
-    yield text("Times and speeds are those since a run was last started.", "quiet")
+    yield text("Samples, times and speeds are those since a run was last started.", "quiet")
 
 
 def _curves(run: Run) -> Iterator[Part]:
