@@ -85,6 +85,9 @@ def takes_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+ROWS = "; has the embedding, if it is one, a row for each id in the data?"  # after an IndexError
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageInfo:
     """Facts about one stage that are known before the first micro-batch.

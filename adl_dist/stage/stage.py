@@ -17,6 +17,7 @@ from adl_dist.batch import Batch, Tensors, logits_of, map_tensors, move_batch
 from adl_dist.errors import ConfigError, DataError, PartitionError, in_one_line, place_of
 from adl_dist.stage.average import WeightAverage
 from adl_dist.stage.calls import (
+    ROWS,
     Compiler,
     StageInfo,
     call_of,
@@ -526,7 +527,7 @@ class Stage(Learner):
         except IndexError as error:  # most often of an embedding
             said = f"{self.where}: {in_one_line(error)}{place_of(error)}"
             ids = [int(end) for a in acts if a.dtype in (torch.int32, torch.int64) and a.numel() for end in a.aminmax()]
-            said += "; has the embedding, if it is one, a row for each id in the data?"
+            said += ROWS
             said += f" Those of this micro-batch are {min(ids)} to {max(ids)}" if ids else ""
             raise DataError(said) from error
 

@@ -163,6 +163,8 @@ def check_targets(
     raise DataError(
         f"{where} has target {value}, but the model has {num_outputs} outputs, so targets must be in [0, "
         f"{num_outputs}); give the model an output for each class (model.num_classes), or correct the targets"
+        + ", or use TokenCrossEntropy if the last dimension of the output has the classes"
+        * (target.ndim > 1)
     )
 
 

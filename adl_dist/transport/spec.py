@@ -12,8 +12,8 @@ from torch import Tensor
 from adl_dist.errors import PartitionError
 
 SAME_EACH_TIME = (
-    "what crosses a cut must have the same shapes and dtypes for every micro-batch: make them so, or cut elsewhere "
-    "(partition.balance)"
+    "what crosses a cut may change its length only if the first samples, up to 64, have several: let them differ, pad "
+    "all to one length, or cut elsewhere (partition.balance)"
 )
 VARIES = -1  # stands for a size that changes from one micro-batch to another
 

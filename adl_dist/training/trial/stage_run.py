@@ -39,7 +39,7 @@ from adl_dist.partition.recording import Recording
 from adl_dist.partition.stage_plan import CutImpossibleError, ModePlan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import TrainSpec
-from adl_dist.stage.calls import StageInfo, describe_units, flatten_output, is_part, link_stages, takes_gradient
+from adl_dist.stage.calls import ROWS, StageInfo, describe_units, flatten_output, is_part, link_stages, takes_gradient
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss import check_is_mean, class_loss, is_known_mean, loss_terms, try_loss
 from adl_dist.stage.versions import Exchange
@@ -463,6 +463,8 @@ def forward_error(gets: str, error: BaseException, *, training: bool) -> ConfigE
     modules = [one for frame in frames if isinstance(one := frame.f_locals.get("self"), nn.Module)]
     where = f" in {type(modules[-1]).__name__}({modules[-1].extra_repr()})" if modules else ""
     text = f"{gets} and fails on it{where}: {in_one_line(error)}"
+    if isinstance(error, IndexError):
+        text += ROWS
     if not training and "does not require grad" in text:
         text += "; in evaluation no gradients are recorded: a forward that takes some needs torch.enable_grad()"
     return ConfigError(text)
