@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from adl_dist.checkpoint import layout, storage, tensor_files
 from adl_dist.checkpoint.nested import ENTRY, is_extra_state, of_this_version
+from adl_dist.checkpoint.run_dir import CHECKPOINTS, chosen_checkpoint
 from adl_dist.checkpoint.tensor_files import INDEX, MODEL, SUFFIX, Stored
 from adl_dist.errors import CheckpointError, ConfigError, in_one_line
 
@@ -139,6 +140,9 @@ def _tensors_at(path: PurePath) -> Mapping[str, Any]:
         of_name = dict(json.loads(storage.read(path / INDEX))["weight_map"])
         held = {file: tensor_files.header(path / PurePath(file).name)[0] for file in {*of_name.values()}}
         return {name: held[file][name] for name, file in of_name.items()}
+    if f"{CHECKPOINTS}/" in names and SINGLE not in names:
+        # Not taken by itself, as each process could find another one while that run goes on.
+        raise CheckpointError(f"{path} is a run folder; give its checkpoint: {chosen_checkpoint(path, None)}")
     if names:
         path = path / SINGLE
     if path.suffix == SUFFIX:
