@@ -20,6 +20,7 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.folders import named_folder
 from adl_dist.data.vocabulary import Vocabulary
 from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.losses import ModelLoss
 from adl_dist.models import generation
 from adl_dist.models.from_transformers import read_config
 from adl_dist.report import say, tell
@@ -80,10 +81,12 @@ def _complete(
     loss_fn, name, tensors = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)
     held = tensors.keys() - (loss_fn.state_dict() if isinstance(loss_fn, nn.Module) else {}).keys()
     if held or name not in (class_name(loss_fn), class_name(cross_entropy)):
+        way_out = "and its arguments, or loss=cross_entropy to evaluate by torch's cross-entropy"
+        if name == class_name(ModelLoss):
+            way_out = "if it had num_terms, otherwise loss=model"
         raise ConfigError(
             f"{run_dir} is the run of a script whose loss was {name}{f' with {min(held)}' if held else ''}; add "
-            "loss._target_=MODULE.NAME, which makes it or is it, and its arguments, or loss=cross_entropy to evaluate "
-            "by torch's cross-entropy"
+            f"loss._target_=MODULE.NAME, which makes it or is it, {way_out}"
         )
     note = (
         "is the run of a script: if its loss had arguments, like label_smoothing, give them as loss.label_smoothing=0.1"
