@@ -19,7 +19,7 @@ from adl_dist.cli.config.compose import content_of, is_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.folders import named_folder
 from adl_dist.data.vocabulary import Vocabulary
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import AdlError, CheckpointError, ConfigError, in_one_line, place_of
 from adl_dist.losses import ModelLoss
 from adl_dist.models import generation
 from adl_dist.models.from_transformers import read_config
@@ -180,7 +180,16 @@ def generate(arguments: Sequence[str]) -> None:
     state.verify(path, state.signature(model))
     state.load_weights(path, model, **ema)
     in_dtype(model, instantiate.precision(config).dtype)
-    new = generation.generate(model, prompt, context=config.data["context"], num_kinds=vocabulary.size, **how)
+    context = config.data["context"]
+    try:
+        new = generation.generate(model, prompt, context=context, num_kinds=vocabulary.size, **how)
+    except AdlError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the model fails with {in_one_line(error)}{place_of(error)}; its input has at most data.context={context} "
+            "tokens: is that more than it takes? Give data.context=LENGTH"
+        ) from error
     say(vocabulary.decode([*prompt, *new]))
 
 
