@@ -141,7 +141,7 @@ def _tensors_at(path: PurePath) -> Mapping[str, Any]:
         held = {file: tensor_files.header(path / PurePath(file).name)[0] for file in {*of_name.values()}}
         return {name: held[file][name] for name, file in of_name.items()}
     if f"{CHECKPOINTS}/" in names and SINGLE not in names:
-        # Not taken by itself, as each process could find another one while that run goes on.
+        # Not taken by itself, as each process could find another one while that run continues.
         raise CheckpointError(f"{path} is a run folder; give its checkpoint: {chosen_checkpoint(path, None)}")
     if names:
         path = path / SINGLE

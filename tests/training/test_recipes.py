@@ -162,8 +162,8 @@ def test_a_new_head_keeps_its_own_values_on_old_weights(tmp_path):
 
 
 def test_an_old_head_of_another_name_is_left_out(tmp_path):
-    path, old = tmp_path / "old.pt", {"temperature": torch.ones(1)}
-    torch.save(old | {name.replace("head.", "cls.old."): p + 1 for name, p in Net().state_dict().items()}, path)
+    path, old = tmp_path / "old.pt", {n.replace("head.", "cls.old."): p + 1 for n, p in Net().state_dict().items()}
+    torch.save(old | {"temperature": torch.ones(1)}, path)
     make = partial(adl_dist.Trainer, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, init_from=path)
     skip, own = [], Net().state_dict()
     for told, leaves_out in (
