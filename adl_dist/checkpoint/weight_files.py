@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from adl_dist.checkpoint import layout, storage, tensor_files
 from adl_dist.checkpoint.nested import ENTRY, is_extra_state, of_this_version
+from adl_dist.checkpoint.run_dir import CHECKPOINTS, chosen_checkpoint
 from adl_dist.checkpoint.tensor_files import INDEX, MODEL, SUFFIX, Stored
-from adl_dist.errors import CheckpointError, in_one_line
+from adl_dist.errors import CheckpointError, ConfigError, in_one_line
 
 SINGLE = f"{MODEL}{SUFFIX}"
 
@@ -66,9 +67,12 @@ class WeightFiles:
         there = {n: list(at.shape) if isinstance(at, Stored | Tensor) else type(at).__name__ for n, at in held.items()}
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
-                way_out = "use the model= and data= that it was made with, or save it under the names of this model"
-                if isinstance(here.get(name), list) and isinstance(there.get(name), list):
-                    way_out = f"init_skip=[{name.rpartition('.')[0]}.*] leaves it out, as for a new head"
+                pattern = f"{layer}.*" if (layer := name.rpartition(".")[0]) else name
+                way_out = f"the pattern {pattern} in init_skip leaves it out, as for a new head"
+                if name not in here or name not in there:
+                    way_out += (
+                        "; or use the model= and data= that it was made with, or save it under this model's names"
+                    )
                 raise CheckpointError(
                     f"init_from={self.path} is of another model: {name} is {here.get(name, 'missing')} in this model "
                     f"and {there.get(name, 'missing')} in the file, which begins with {next(iter(there), 'nothing')}; "
@@ -88,12 +92,20 @@ class WeightFiles:
                     )
 
     def load_into(self, model: nn.Module, skip: Sequence[str] = ()) -> None:
-        """Load tensors except ``skip``; CheckpointError if ``model`` has others."""
+        """Load tensors except ``skip``; CheckpointError if ``model`` has others.
+
+        Raise ConfigError for a pattern that no tensor of ``model`` or of the files matches.
+        """
+        state = model.state_dict()
+        for pattern in skip:
+            if not any(matches(name, [pattern]) for name in (*state, *self.tensors)):
+                raise ConfigError(
+                    f"init_skip: no tensor of the model or of the file matches '{pattern}'; the last ones are "
+                    f"{', '.join([*state][-3:])} in the model and {', '.join([*self.tensors][-3:])} in the file"
+                )
         self.tensors = {name: stored for name, stored in self.tensors.items() if not matches(name, skip)}
         self.check(model, skip)
-        # Not strictly, as of several names of one tensor one is enough.
-        state = model.state_dict()
-        try:
+        try:  # not strictly, as of several names of one tensor one is enough
             model.load_state_dict(of_this_version(dict(self.read(state)), state), strict=False)
         except (RuntimeError, ValueError, TypeError) as error:  # of a load_state_dict or hook of the user's
             raise CheckpointError(f"init_from={self.path} cannot be loaded: {in_one_line(error)}") from error
@@ -128,6 +140,9 @@ def _tensors_at(path: PurePath) -> Mapping[str, Any]:
         of_name = dict(json.loads(storage.read(path / INDEX))["weight_map"])
         held = {file: tensor_files.header(path / PurePath(file).name)[0] for file in {*of_name.values()}}
         return {name: held[file][name] for name, file in of_name.items()}
+    if f"{CHECKPOINTS}/" in names and SINGLE not in names:
+        # Not taken by itself, as each process could find another one while that run continues.
+        raise CheckpointError(f"{path} is a run folder; give its checkpoint: {chosen_checkpoint(path, None)}")
     if names:
         path = path / SINGLE
     if path.suffix == SUFFIX:

@@ -19,7 +19,8 @@ from adl_dist.cli.config.compose import content_of, is_of_script
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.folders import named_folder
 from adl_dist.data.vocabulary import Vocabulary
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import AdlError, CheckpointError, ConfigError, in_one_line, place_of
+from adl_dist.losses import ModelLoss
 from adl_dist.models import generation
 from adl_dist.models.from_transformers import read_config
 from adl_dist.report import say, tell
@@ -80,10 +81,12 @@ def _complete(
     loss_fn, name, tensors = instantiate.build_loss(config), plain["loss"]["name"], state.loss_state(path)
     held = tensors.keys() - (loss_fn.state_dict() if isinstance(loss_fn, nn.Module) else {}).keys()
     if held or name not in (class_name(loss_fn), class_name(cross_entropy)):
+        way_out = "and its arguments, or loss=cross_entropy to evaluate by torch's cross-entropy"
+        if name == class_name(ModelLoss):
+            way_out = "if it had num_terms, otherwise loss=model"
         raise ConfigError(
             f"{run_dir} is the run of a script whose loss was {name}{f' with {min(held)}' if held else ''}; add "
-            "loss._target_=MODULE.NAME, which makes it or is it, and its arguments, or loss=cross_entropy to evaluate "
-            "by torch's cross-entropy"
+            f"loss._target_=MODULE.NAME, which makes it or is it, {way_out}"
         )
     note = (
         "is the run of a script: if its loss had arguments, like label_smoothing, give them as loss.label_smoothing=0.1"
@@ -177,7 +180,16 @@ def generate(arguments: Sequence[str]) -> None:
     state.verify(path, state.signature(model))
     state.load_weights(path, model, **ema)
     in_dtype(model, instantiate.precision(config).dtype)
-    new = generation.generate(model, prompt, context=config.data["context"], num_kinds=vocabulary.size, **how)
+    context = config.data["context"]
+    try:
+        new = generation.generate(model, prompt, context=context, num_kinds=vocabulary.size, **how)
+    except AdlError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the model fails with {in_one_line(error)}{place_of(error)}; its input has at most data.context={context} "
+            "tokens: is that more than it takes? Give data.context=LENGTH"
+        ) from error
     say(vocabulary.decode([*prompt, *new]))
 
 

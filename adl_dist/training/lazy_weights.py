@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.checkpoint.weight_files import WeightFiles, matches
+from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.errors import CheckpointError, ConfigError, in_one_line
 from adl_dist.optimizers.roles import keep_role
 from adl_dist.partition.stage_module import StageModule
@@ -200,17 +200,12 @@ def prepare_weights(
 def load_initial(model: nn.Module, path: PurePath, skip: Sequence[str] = ()) -> None:
     """Load the weights in ``path`` into ``model``.
 
-    Tensors with names that match a pattern in ``skip`` keep their values.
+    Tensors of ``model`` with names that match a pattern in ``skip`` keep their values; those of the file are left out.
 
     Raises:
         CheckpointError: If the weights are missing, damaged, or of a different model.
-        ConfigError: If a pattern matches no tensor of ``model``.
+        ConfigError: If a pattern matches no tensor of either.
     """
-    own = model.state_dict()
-    if unknown := [pattern for pattern in skip if not any(matches(name, [pattern]) for name in own)]:
-        raise ConfigError(
-            f"init_skip: no tensor of the model matches '{unknown[0]}'; the last ones are {', '.join([*own][-3:])}"
-        )
     WeightFiles.at(path).load_into(model, skip)
 
 

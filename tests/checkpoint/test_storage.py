@@ -112,6 +112,8 @@ def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
     for start in (out, path):
         config, *_ = compose_run([*words(tmp_path / "new")[1:], f"init_from={start}", "seed=1"])
         assert_same(build_model(config).state_dict(), expected)
+    outcome = in_process(*words(tmp_path / "new", f"init_from={run_dir}"))
+    assert f"init_from: {run_dir} is a run folder; give its checkpoint: {path}\n" in outcome.err
     out.write_bytes(out.read_bytes()[:-1])
     (path / tensor_files.INDEX).unlink()
     for start, said in (

@@ -60,7 +60,10 @@ def test_the_run_of_a_script_takes_its_model_and_tokens_by_name(run_dir, tmp_pat
     words = [str(tmp_path), *words.split(), "model.vocab_size=8", "model.context=8"]
     with pytest.raises(ConfigError, match=r"add data=tokens data.train=FILE"):
         generate(words)
-    generate([*words, "data=tokens", *(f"data.{name}={file}" for name, file in files.items()), "data.context=8"])
+    words += ["data=tokens", *(f"data.{name}={file}" for name, file in files.items())]
+    with pytest.raises(ConfigError, match=r"^the model fails with \w+Error: .*; its input has .* data.context=256"):
+        generate(words)
+    generate([*words, "data.context=8"])
     assert capsys.readouterr().out.strip() == (TEXT[3:])[:34]
 
 

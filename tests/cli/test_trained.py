@@ -138,6 +138,43 @@ def test_a_scripts_run_is_not_evaluated_by_another_loss(tmp_path):
     shows(shown, [f"validation loss {loss:.4f}"])
 
 
+class WithLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = batch_norm_net()
+
+    def forward(self, images, labels):
+        scores = self.inner(images)
+        return scores, nn.functional.cross_entropy(scores, labels)
+
+
+class WithLabels(FixedImages):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return (image, label), label
+
+
+def labelled():
+    return WithLabels(16), WithLabels(16)
+
+
+def test_a_scripts_run_by_the_loss_of_its_model_names_it(tmp_path):
+    trainer, (data, _), run_dir = (
+        toy_trainer(2, 2, model=WithLoss(), loss_fn="model"),
+        labelled(),
+        str(tmp_path / "run"),
+    )
+    how = {"epochs": 1, "batch_size": 8, "run_dir": run_dir, "monitoring": QUIET}
+    summary = trainer.fit(data, val_dataset=data, **how)
+    of_script = (f"model._target_={__name__}.WithLoss", f"data._target_={__name__}.labelled")
+    refusal = in_process("evaluate", run_dir, *of_script).refusal()
+    shows(refusal, ["adl_dist.losses.ModelLoss; add loss._target_=MODULE.NAME", "num_terms, otherwise loss=model"])
+    shown = in_process("evaluate", run_dir, *of_script, "loss=model").out
+    shows(shown, [f"validation loss {summary['validation_loss']:.4f}"])
+
+
 def test_class_weights_of_a_script_are_asked_for_and_loaded(tmp_path):
     data, run_dir = FixedImages(16), str(tmp_path / "run")
     weights = torch.arange(1.0, 1 + max(data.labels) + 1)

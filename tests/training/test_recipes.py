@@ -1,6 +1,7 @@
 """Recipes of users, each against a plain loop of torch or a library's own figure."""
 
 import fnmatch
+import re
 from functools import partial
 
 import pytest
@@ -154,10 +155,28 @@ def test_a_new_head_keeps_its_own_values_on_old_weights(tmp_path):
     state = make(init_skip=["head.*"]).full_state_dict()
     for name, value in state.items():
         assert torch.equal(value, own[name] if fnmatch.fnmatch(name, "head.*") else old.state_dict()[name])
-    with pytest.raises(ConfigError, match=r"init_skip: no tensor of the model matches 'haed\.\*'; .* head.bias"):
+    with pytest.raises(ConfigError, match=r"no tensor of the model or .* matches 'haed\.\*'; .* head.bias in the file"):
         make(init_skip=["haed.*"])
     with pytest.raises(adl_dist.CheckpointError, match=r"head\.weight is \[3, 8\] in this model"):
         make(init_skip=["second.*"])
+
+
+def test_an_old_head_of_another_name_is_left_out(tmp_path):
+    path, old = tmp_path / "old.pt", {n.replace("head.", "cls.old."): p + 1 for n, p in Net().state_dict().items()}
+    torch.save(old | {"temperature": torch.ones(1)}, path)
+    make = partial(adl_dist.Trainer, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, init_from=path)
+    skip, own = [], Net().state_dict()
+    for told, leaves_out in (
+        (r"head\.weight is \[3, 8\] in this model and missing in the file", "head.*"),
+        (r"cls\.old\.weight is missing in this model and \[3, 8\] in the file", "cls.old.*"),
+        (r"temperature is missing in this model and \[1\] in the file", "temperature"),
+    ):
+        pattern = re.escape(f"the pattern {leaves_out} in init_skip leaves it out")
+        with pytest.raises(adl_dist.CheckpointError, match=f"{told}.*; {pattern}"):
+            make(Net(), init_skip=skip)
+        skip.append(leaves_out)
+    for name, value in make(Net(), init_skip=skip).full_state_dict().items():
+        assert torch.equal(value, own[name] if name.startswith("head.") else own[name] + 1)
 
 
 @pytest.mark.parametrize("K", [1, 3])

@@ -87,7 +87,7 @@ class RunConfig:
     )
     run_dir: str | None = setting(None, "folder of the run; null: runs/DATA-MODEL-METHOD-kK-mM-seedS")
     init_skip: Sequence[str] = setting(
-        (), "patterns of tensors that keep their own values, like [fc.*]: a new head on old weights; docs/recipes.md"
+        (), "patterns of tensors of model or file not to load, like [fc.*]: a new head on old weights; docs/recipes.md"
     )
     resume: str = setting("auto", "auto: continue run_dir's newest checkpoint | never | path of a checkpoint")
 
