@@ -81,14 +81,15 @@ class DivergedError(AdlError, ArithmeticError):
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
-        way_out = "no rate has acted yet: look for NaN in the data"
+        way_out = "no rate has acted yet: look in the data for NaN, or for an update without targets"
         if what.startswith("no target"):
             way_out = "leave out samples without targets, or skip such updates: train.non_finite=skip"
         elif update or "validation" in what:  # which comes after the update
             way_out = (
                 "lower the learning rate, lengthen its warm-up or, if the method has staleness, raise "
-                "method.accumulation_steps, in a new run_dir; or is there NaN in the data? The last checkpoint, if "
-                "any, is kept; train.non_finite=skip continues from it without such updates"
+                "method.accumulation_steps, in a new run_dir; or is there an update without targets, or NaN in the "
+                "data? The last checkpoint, if any, is kept; train.non_finite=skip continues from it without such "
+                "updates"
             )
         super().__init__(f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); {way_out}")
 

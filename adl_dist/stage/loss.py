@@ -27,6 +27,7 @@ from adl_dist.batch import (
     as_classes,
     concatenate,
     copy_batch,
+    device_of,
     is_class_target,
     map_batch,
     map_tensors,
@@ -37,7 +38,7 @@ from adl_dist.batch import (
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.losses import ModelLoss, TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
-from adl_dist.stage.calls import flatten_output, takes_gradient
+from adl_dist.stage.calls import flatten_output
 from adl_dist.stage.spec import LossFn, TrainSpec
 from adl_dist.streams import streams_kept
 
@@ -305,13 +306,8 @@ class StageLoss:
         """Return the scalar loss of an output."""
         assert target is not None
         if num_terms == 0:
-            # The mean over nothing is NaN, but in that of the group it counts for nothing: the gradient is zeros.
-            outs = [tensor for tensor in flatten_output(out) if takes_gradient(tensor)]
-            if torch.is_grad_enabled() and len(outs) > 1:  # those that the loss does not use get none
-                outs = [tensor for tensor in outs if tensor.requires_grad]
-                with_none = torch.autograd.grad(self(out, target), outs, allow_unused=True)
-                outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
-            return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
+            # The mean over nothing may be NaN, but in that of the group it counts for nothing.
+            return torch.zeros((), device=device_of(target))  # Stage.backward sends zeros upstream
         if self._may_write:  # the target is wanted again, by a replay and for hits
             target = copy_batch(target)
         with self._within():

@@ -373,7 +373,7 @@ class Stage(Learner):
                 self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
             return ()
-        leaving = self._gradients_of(kept.acts, micro_batch)
+        leaving = self._gradients_of(kept, micro_batch)
         self.faults.sent(leaving)
         return leaving
 
@@ -546,11 +546,13 @@ class Stage(Learner):
             ends = filter(takes_gradient, outs) if gets is None else compress(outs, gets)
         return tuple([get_gradient_edge(out) if out.requires_grad else None for out in ends])
 
-    def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
-        """Return the gradients of those ``acts`` that got one in the trial."""
-        gets = self._info.gets_grad
+    def _gradients_of(self, kept: InFlight, micro_batch: int) -> Tensors:
+        """Return the gradients of those acts that got one in the trial."""
+        acts, gets = kept.acts, self._info.gets_grad
         if gets is None:
             gets = [act.requires_grad for act in acts]
+        if kept.num_terms == 0:  # there was nothing to differentiate
+            return tuple([torch.zeros_like(act) for act in compress(acts, gets)])
         grads = [act.grad for act in acts]
         if (got := [grad is not None for grad in grads]) != [*gets]:
             raise self._unlike_trial("reach it", got, gets, micro_batch)

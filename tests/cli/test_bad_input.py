@@ -77,10 +77,13 @@ IN_TRAINING = [
     BAD_VALIDATION,
     ([f"data._target_={USER}.raises_at_a_sample"], ["training dataset: sample 20: RaisesAt raised ZeroDivisionError"]),
     ([f"model._target_={USER}.exits_at", "model.at=6"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
-    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES, "NaN in the data?"]),
+    (
+        ["optimizer.lr=1e20"],
+        ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES, "without targets, or NaN in the data?"],
+    ),
     (
         [f"loss._target_={USER}.InfiniteLoss"],
-        ["stage 1: the loss is inf at update 0 (epoch 1); no rate has acted yet: look for NaN in the data"],
+        ["stage 1: the loss is inf at update 0 (epoch 1); no rate has acted yet: look in", "an update without targets"],
     ),
     # One update in each epoch: its loss was still that of the weights before.
     (

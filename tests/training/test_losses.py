@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 import adl_dist
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.errors import ConfigError, DataError
+from adl_dist.losses import ModelLoss
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import build_gradient_network, build_head
 from tests.support.commands import assert_same
@@ -158,6 +159,40 @@ def test_local_losses_count_their_terms_too():
     modules, epochs, arguments = for_oracle("ignored classes", 3)
     expected = train_greedily(modules, [head.classifier for head in heads], epochs, **arguments)[0]
     assert_close(fitted("ignored classes", K=3, method="dgl", options={"head": "linear"})[0], expected)
+
+
+class WithLoss(nn.Module):
+    """Returns the loss of one's own next to the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net(tokens=True)
+
+    def forward(self, x, y):
+        out = self.net(x)
+        return out, masked_mean(out, y)
+
+
+def with_targets(samples):
+    x, y = default_collate(samples)
+    return (x, y), y
+
+
+@pytest.mark.parametrize(("method", "K"), [("bp", 1), ("bp", 2), ("1f1b", 2), ("zbh1", 2), ("adl", 2)])
+def test_a_nan_loss_of_the_model_where_nothing_counts_is_unused(method, K):
+    """Nor is its gradient, which is NaN as well."""
+    expected, _, figures = by_torch("a loss of one's own")
+    if method == "adl":
+        modules, epochs, arguments = for_oracle("a loss of one's own", K)
+        expected = train_by_the_equations(modules, epochs, **arguments)
+    how = {"dtype": torch.float64, "optimizer": sgd, "balance": ["net.2"][: K - 1] or "even", "model": WithLoss()}
+    trainer = toy_trainer(K, M, method, loss_fn=ModelLoss(masked_mean.num_terms), **how)
+    how = {"batch_size": M * MICRO_BATCH, "shuffle": False, "monitoring": SILENT, "epochs": EPOCHS}
+    how |= {"loading": adl_dist.Loading(collate_fn=with_targets), "val_dataset": data(PAD, tokens=True, num=10, seed=2)}
+    summary = trainer.fit(data(PAD, tokens=True), **how)
+    assert_close({name.removeprefix("net."): p for name, p in trainer.full_state_dict().items()}, expected)
+    if method != "adl":
+        assert summary["validation_loss"] == pytest.approx(figures["validation_loss"], rel=1e-12)
 
 
 def test_heads_of_gradients_learn_from_losses_that_count():
