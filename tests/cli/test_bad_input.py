@@ -67,7 +67,7 @@ MISFITS = [
     ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),
     ([f"data._target_={USER}.a_list"], ["sample ", "expected a pair (input, target), got int", "__getitem__"]),
 ]
-IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
+IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "model.num_classes"]
 DIVERGES = ["lower the learning rate", "if the method has staleness, raise method.accumulation_steps"]
 BAD_VALIDATION = [f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]
 # What shows at some micro-batch: nothing is saved but what was trained before a validation.
