@@ -88,9 +88,10 @@ class DivergedError(AdlError, ArithmeticError):
             way_out = (
                 "lower the learning rate, lengthen its warm-up or, if the method has staleness, raise "
                 "method.accumulation_steps, in a new run_dir; or is there an update without targets, or NaN in the "
-                "data? The last checkpoint, if any, is kept; train.non_finite=skip continues from it without such "
-                "updates"
+                "data? The last checkpoint, if any, is kept"
             )
+            if "validation" not in what and "skipped" not in what:
+                way_out += "; train.non_finite=skip continues from it without such updates"
         super().__init__(f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); {way_out}")
 
 

@@ -23,7 +23,7 @@ PYTHON_NAMES: dict[str, tuple[str, str]] = {
     "data.num_workers": ("", "num_workers"),
     "data.shuffle": ("", "shuffle"),
 }
-GROUP = r"(?:method|partition|train|runtime|loss|data|optimizer)"
+GROUP = r"(?:method|partition|train|runtime|loss|data|model|optimizer)"
 KEY = re.compile(rf"\b({GROUP}\.\w+)(?:=(\[[^\]]*\]|'[^']*'|[\w.+-]*\w))?")
 NULL = re.compile(r"(?<![\w/.=-])null(?![\w/.-])")  # as a word of ours
 _shows_keys = False

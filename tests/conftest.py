@@ -6,9 +6,13 @@ TIERS = {"docs", "fuzz", "long", "slow", "slurm", "zoo"}  # each has its own com
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = {tier for tier in TIERS if tier not in config.option.markexpr}
-    kept = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    named = any("::" in word for word in config.args)  # a test by its name
+    left_out = {tier for tier in TIERS if tier not in config.option.markexpr and not named}
+    kept, deselected = [], []
+    for item in items:
+        is_left_out = not left_out.isdisjoint(mark.name for mark in item.iter_markers())
+        (deselected if is_left_out else kept).append(item)
+    config.hook.pytest_deselected(items=deselected)
     # What takes longest comes first, so that two workers end together.
     items[:] = sorted(kept, key=lambda item: item.get_closest_marker("ranks") is None)
 

@@ -23,7 +23,7 @@ def described_optimizer(optimizer: Optimizer) -> dict[str, list[Any]]:
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key != "params":
-                named.setdefault(key, []).append(_plain(value))
+                named.setdefault(key, []).append(plain(value))
     return named
 
 
@@ -37,12 +37,12 @@ def merged(descriptions: Iterable[Mapping[str, list[Any]]]) -> dict[str, Any]:
     return {key: values[0] if len(values) == 1 else values for key, values in lists.items()}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return an option of an optimizer in a form that YAML can hold."""
     if hasattr(value, "tolist"):  # a tensor, or a number of numpy
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value if type(value) in PLAIN else {"name": class_name(value)}
 
 

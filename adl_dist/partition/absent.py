@@ -214,7 +214,7 @@ class RecordedResults:
     def by_sizes(self, args: Any) -> Any:
         """Return the meta result for ``args`` of new sizes, or raise a ValueError.
 
-        Each of its sizes is that of an argument's dimension that was equal in all recorded runs, or a constant.
+        Each of its sizes is that of an argument's dimension, if equal to it in all recorded runs, or a constant.
         """
         shapes = [tensor.shape for tensor in tensors_in(args)]
         all_runs = [*self._runs.values()]

@@ -357,7 +357,7 @@ def _at_starts(values: Sequence[float]) -> Floats:
 
 
 def _at_stops(values: Sequence[float]) -> Floats:
-    """Return [n]: for each last unit its value, 0 at the end of the model."""
+    """Return [n]: the value of a stage by its last unit, 0 at the model's end."""
     return np.array([*values[:-1], 0.0])
 
 

@@ -777,7 +777,7 @@ def _python_state(parts: Sequence[nn.Module]) -> list[Any]:
     for part in parts:
         for key, value in vars(part).items():
             kind = type(value)
-            if kind in _PLAIN:
+            if kind in _PLAIN or (kind not in _CONTAINERS and isinstance(value, PLAIN)):
                 seen.append(value)
             elif key not in OF_TORCH:
                 seen += id(value), len(value) if isinstance(value, (list, dict, set)) else 0

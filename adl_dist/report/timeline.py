@@ -182,7 +182,7 @@ def costs_of(timeline: Timeline) -> Costs | None:
 
 
 def window(spans: Sequence[Span], num_stages: int) -> list[Span]:
-    """Return ``spans`` clipped to the time in which all stages have some.
+    """Return ``spans`` clipped to the time in which all stages have spans.
 
     Times are counted from the beginning of that time.
     """

@@ -130,10 +130,9 @@ def conversion_notes(model: nn.Module, loss_fn: object, dtype: torch.dtype) -> l
             f"{_shown(wide)} of the model become {computed}, in which the run computes, and lose digits; "
             "dtype=float64 (Precision(dtype=torch.float64)) computes in float64"
         )
-    if narrow := [name for name, of in others.items() if of.itemsize < dtype.itemsize]:
+    if narrow := [name for name, of in others.items() if of.itemsize < torch.float32.itemsize]:
         notes.append(
-            f"{_shown(narrow)} of the model become {computed}, in which the run keeps weights, and take more memory; "
-            "runtime.autocast=bfloat16 (Precision(autocast=torch.bfloat16)) computes in less"
+            f"{_shown(narrow)} of the model become {computed}, in which the run keeps weights, and take more memory"
         )
     if model.training:
         modes = {module: module.training for module in model.modules()}

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from adl_dist.batch import tensors_of
-from adl_dist.checkpoint.identity import class_name, described_optimizer, merged
+from adl_dist.checkpoint.identity import class_name, described_optimizer, merged, plain
 from adl_dist.control.worker import LocalWorker
 from adl_dist.errors import ConfigError, in_one_line
 from adl_dist.optim import build_lr_schedule, fast_forward, try_schedule
@@ -88,7 +89,7 @@ def build_worker(
         with unchanged([*modules.values(), *loss], world.device):
             warm_up.run(make_stages())
     stages = make_stages()
-    if partitioned.ties:
+    if partitioned.ties and startup.plan.epochs:
         check_copies(stages, startup.agreement)
     made = schedule_learning_rates(stages, spec, startup) if startup.plan.epochs else []
     # The factories are the user's own: if one fails, no rank begins to wait for that stage.
@@ -253,24 +254,30 @@ def check_copies(stages: Mapping[int, Stage], agreement: Agreement) -> None:
     A factory that knows a weight by its object does not know the copies.
     """
     own = [
-        [name, k, sorted([key, str(value)] for key, value in group.items() if key not in ("params", "param_names"))]
+        [name, k, _options_of(parameter, tied.optimizer)]
         for k, stage in stages.items()
         for tied in stage.ties.values()
         for name, parameter in tied.named_parameters()
-        for group in (tied.optimizer.param_groups if tied.optimizer is not None else ())
-        if any(parameter is one for one in group["params"])
     ]
     found: dict[str, tuple[int, Any]] = {}
     for name, k, options in (one for by_rank in agreement.all(own) for one in by_rank):
         first, expected = found.setdefault(name, (k, options))
         if options != expected:
-            pairs = zip(options, expected, strict=False)
-            differs = next((key for (key, value), (_, other) in pairs if value != other), "options")
+            differs = [key for key in {**expected, **options} if options.get(key) != expected.get(key)]
+            of = [{key: known.get(key) for key in differs} if known else "no group" for known in (expected, options)]
             raise ConfigError(
-                f"the copies of '{name}' on stages {first} and {k} would train with different {differs}, as the "
-                "optimizer chooses groups by objects, and each stage has a copy; choose by shape, by an attribute that "
-                "you set on the parameter, or by adl_dist.optimizers.with_rules"
+                f"the copies of '{name}' on stages {first} and {k} would train differently: {of[0]} and {of[1]}; "
+                "probably the optimizer chooses groups by objects, and each stage has a copy; choose by shape, by an "
+                "attribute that you set on the parameter, or by adl_dist.optimizers.with_rules"
             )
+
+
+def _options_of(parameter: nn.Parameter, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Return the options of the group of ``parameter``; empty without one."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if any(parameter is one for one in group["params"]):
+            return {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+    return {}
 
 
 def build_stage_head(k: int, spec: TrainSpec, result: TrialResult, device: torch.device) -> nn.Module | None:

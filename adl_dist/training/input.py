@@ -155,8 +155,8 @@ def check_targets(
     value = int(target[wrong][0])
     if value == ignored:
         raise DataError(
-            f"{where} has target {value}, which torch's losses ignore; ignored targets are counted, for the mean over "
-            "the others, only if the loss names another number, like loss.ignore_index=-1; give one of your own a "
+            f"{where} has target {value}, which torch's losses ignore; they are left out of the mean only if data "
+            "and loss use another number, like loss.ignore_index=-1; give one of your own a "
             "num_terms(target), the number of terms that it averages over (docs/own.md), that of a model by "
             "loss_fn=adl_dist.losses.ModelLoss(num_terms=...)"
         )

@@ -384,6 +384,8 @@ class Trainer:
         num_workers = self._data.num_workers if num_workers is None else num_workers
         loading = loading or self._data.loading
         arguments.check_values({"batch_size": batch_size, "num_workers": num_workers, "loading": loading})
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         data = Data(None, dataset, batch_size, num_workers, loading, trains=False)
         world = self._join()
         length = {"epochs": 0, "max_updates": None, "micro_batch_size": batch_size, "accumulation_steps": 1}
@@ -419,7 +421,7 @@ class Trainer:
         if ema and self._averages is None:
             raise ConfigError(
                 "ema=True: there is no average of these weights; give Trainer(ema=0.999) and call fit before, or load "
-                "one by load_checkpoint(path, ema=True)"
+                "it by load_checkpoint(path, ema=True) and omit ema=True here"
             )
 
     @contextlib.contextmanager
@@ -433,6 +435,8 @@ class Trainer:
     @arguments.one_at_a_time
     def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest", *, ema: bool = False) -> None:
         """Load weights, buffers and the loss's state from a checkpoint of any cut.
+
+        A moving average of the last fit is dropped.
 
         The state of the loss is read only if this trainer's loss has the same names and shapes; otherwise the loss
         stays as it is.

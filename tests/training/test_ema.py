@@ -68,7 +68,7 @@ def test_weights_of_a_checkpoint_have_no_average_of_a_run(tmp_path):
     trainer.fit(FixedImages(12), epochs=1, batch_size=4, run_dir=tmp_path)
     average = trainer.full_state_dict(ema=True)
     trainer.load_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match=r"or load one by load_checkpoint\(path, ema=True\)"):
+    with pytest.raises(ConfigError, match=r"or load it by load_checkpoint\(path, ema=True\) and omit"):
         trainer.full_state_dict(ema=True)
     trainer.load_checkpoint(tmp_path, ema=True)
     assert_same(trainer.full_state_dict(), average)

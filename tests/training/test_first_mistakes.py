@@ -69,8 +69,9 @@ def test_numbers_that_lose_digits_are_told(capfd):
     assert note.startswith("'0.0.weight' and ")
     assert "become float32, in which the run computes, and lose digits" in note
     assert notes_of(batch_norm_net()) == []
+    assert notes_of(batch_norm_net(), dtype=torch.float64) == []
     (note,) = notes_of(batch_norm_net().bfloat16())
-    assert "become float32, in which the run keeps weights, and take more memory; " in note
+    assert note.endswith("of the model become float32, in which the run keeps weights, and take more memory")
     assert "warning" not in capfd.readouterr().err
 
 
@@ -152,6 +153,13 @@ def test_an_id_without_a_row_is_told_with_those_beside_it(id_, ids):
     for order, error, message in ((given, DataError, later), (given.flip(0), ConfigError, at_start)):
         with pytest.raises(error, match=message):
             fit(toy_trainer(2, 2, model=net, balance=[1, 1]), [(i, 0) for i in order], shuffle=False)
+
+
+@pytest.mark.parametrize("size", [None, 0, -1])
+def test_an_evaluation_needs_a_size_of_its_micro_batches(size):
+    message = "give evaluate a batch_size" if size is None else f"batch_size must be at least 1, got {size}"
+    with pytest.raises(ConfigError, match=message):
+        toy_trainer(2).evaluate(DATA, batch_size=size)
 
 
 def test_classes_in_the_last_dimension_need_another_loss():

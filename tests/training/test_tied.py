@@ -41,19 +41,25 @@ def test_every_method_follows_the_equations_to_1e_12(name, K, M):
     assert_copies_are_equal(got)
 
 
-@pytest.mark.parametrize("K", [2, 3])
-def test_groups_by_objects_are_refused_as_copies_are_others(K):
+@pytest.mark.parametrize(("K", "other"), [(2, 0.2), (3, 0.2), (2, None)])
+def test_groups_by_objects_are_refused_as_copies_would_differ(K, other, capfd):
     model = tied_net()
     known = {id(parameter) for parameter in model.parameters()}
 
     def by_object(parameters):
-        return torch.optim.SGD([{"params": [p], "lr": 0.1 if id(p) in known else 0.2} for p in parameters])
+        rates = [(p, 0.1 if id(p) in known else other) for p in parameters]
+        groups = [{"params": [p], "lr": rate, "note": lambda: None} for p, rate in rates if rate]
+        return torch.optim.SGD(groups or [{"params": []}])
 
     trainer = toy_trainer(K, model=model, optimizer=by_object, balance=TIED_BALANCE[K])
-    with pytest.raises(
-        ConfigError, match=r"^the copies of '.*' on stages 0 and \d would train with different lr, as the"
-    ):
+    found = r"\{'lr': 0.2\}" if other else "no group"
+    message = (
+        rf"^the copies of '.*' on stages 0 and \d would train differently: \{{'lr': 0.1.*\}} and {found}; probably"
+    )
+    with pytest.raises(ConfigError, match=message):
         trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=QUIET)
+    known.update(id(p) for module in trainer._partitioned.modules.values() for p in module.parameters())
+    trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=QUIET)
 
 
 @pytest.mark.parametrize(("delay", "M", "weights"), [((6, 4, 2, 0), 1, "stash"), ((2, 2, 1, 0), 2, "recompute"),
