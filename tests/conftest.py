@@ -1,5 +1,6 @@
 """Leaves out the tiers of tests that take long, unless one is asked for, and shows at the end what was measured."""
 
+import atexit
 import gc
 
 TIERS = {"docs", "fuzz", "long", "slow", "slurm", "zoo"}  # each has its own command: make test-docs, and so on
@@ -19,6 +20,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_configure(config):
     gc.disable()  # until all is imported
+    atexit.register(gc.freeze)  # or Python would look for garbage once more at its end, for a second
     if not config.getoption("numprocesses", None):  # the process that only hands out tests needs none of it
         _prepare()
 
