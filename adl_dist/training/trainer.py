@@ -248,8 +248,7 @@ class Trainer:
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
             run_dir: the run's folder; if None, nothing is written. That of rank 0 counts for all ranks.
-            resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; a launcher's restart takes
-                ``auto`` once the run has saved.
+            resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path, which restarts do not repeat.
             max_updates: stop after so many updates, if that comes first.
             eval_every_updates: evaluate also after so many updates of an epoch, with an empty pipeline.
             shuffle: whether each epoch has a new order of samples, a function of (seed, epoch) only.
