@@ -114,7 +114,8 @@ def names_of_values(text: str, *, ignored: bool = False) -> list[str]:
 def _of_stage(where: str, groups: list[list[str]], metadata: Mapping[str, str]) -> list[str]:
     """Return the metadata key of the saved stage with ``groups``, in a list.
 
-    It is empty if there is none. Raise CheckpointError if a different stage saved values for some of these parameters.
+    The list is empty if no saved stage has these groups. Raise CheckpointError if some of their parameters have values
+    that a different stage saved.
     """
     saved = {key: json.loads(text)["groups"] for key, text in metadata.items() if key.startswith(OF_STAGE)}
     if same := [key for key, theirs in saved.items() if theirs == groups]:

@@ -3,7 +3,7 @@
 The model runs for real on a few micro-batches, in training and in evaluation. A *call* is that of a module, or of a
 torch function between modules, that computes with values of the batch. Functions that do not depend on values of the
 batch (masks of whole-number inputs, positions, tables) are not recorded as calls, because every stage runs them again.
-Stages also run the Python of the forward again, so that it is not recorded either.
+The Python of the forward is not recorded, because stages also run it again.
 """
 
 import sys

@@ -35,7 +35,7 @@ def compare(
         run_dirs: run folders, or folders that hold such folders.
         out: folder for comparison.md, comparison.csv, curves.svg and curves.png; by default nothing is written.
         reference: folder of the run whose losses all others are to reach; by default, for each run, the most
-            similar run of backpropagation, or the first run if there is none.
+            similar run of backpropagation, or the first run if no such run is given.
         command: cited by comparison.md.
 
     Returns:
