@@ -33,7 +33,7 @@ class OuterStep:
         self._optimizer = torch.optim.SGD(outer, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     def __call__(self) -> None:
-        """Count an inner update, and take the outer step after ``inner_updates``."""
+        """Count an inner update, and step after every ``inner_updates``."""
         self.num_updates += 1
         if self.num_updates % self._inner_updates == 0:
             self.exchange()

@@ -1,8 +1,8 @@
 """Nested values of a ``state_dict()`` as tensors and JSON, and back.
 
-The values are tensors, numbers, text, and any nesting of these. A value read back is equal to the bit and has the same
-type: an int stays an int, and a tuple a tuple. A tensor keeps its dtype and its strides, because other strides may
-change the rounding of a matrix product.
+The values are tensors, numbers, text, None, and any nesting of these in lists, tuples and dictionaries. A value read
+back is equal to the bit and has the same type: an int stays an int, and a tuple a tuple. A dense tensor inside a nested
+value keeps its strides, because other strides may change the rounding of a matrix product; others become contiguous.
 """
 
 import json

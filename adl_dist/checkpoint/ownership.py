@@ -34,7 +34,7 @@ class Ownership:
     """The right to write into ``folder``, which may be taken once it is free.
 
     Attributes:
-        lost: the error if another process has taken over, because this one did not beat in time; otherwise None.
+        lost: the error if another process has taken over, because this one sent no heartbeat in time; otherwise None.
     """
 
     def __init__(self, folder: PurePath, launch: str | None = None) -> None:

@@ -117,7 +117,7 @@ def read(file: PurePath) -> bytes:
 
 
 def iter_pieces(file: PurePath) -> Iterator[bytes]:
-    """Yield the content of a large file in pieces, which are counted."""
+    """Yield a large file in pieces, and count each as progress."""
     with _files_of(file), open_file(file) as opened:
         while piece := opened.read(PIECE_BYTES):
             progress.count()

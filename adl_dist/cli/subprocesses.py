@@ -100,7 +100,10 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def start(child: Child) -> subprocess.Popen[bytes]:
-    """Start ``child`` in a session of its own, out of reach of a Ctrl-C."""
+    """Start ``child`` in a session of its own, out of reach of a Ctrl-C.
+
+    Its output is appended to its log. Raise ChildFailed if it cannot be started.
+    """
     child.log.parent.mkdir(parents=True, exist_ok=True)
     ours = {LAUNCHER: str(os.getpid())} if child.ends_with_us else {}
     with child.log.open("ab") as out:

@@ -156,7 +156,8 @@ def _of_sweep(node: Any) -> tuple[int | None, dict[str, list[str]]]:
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
     """Return all combinations of the swept values for one variant.
 
-    Keys that the variant sets are not swept.
+    Keys that the variant sets are not swept. Raise ConfigError if such a key is also in ``fixed``, or if a sweep cannot
+    be enumerated.
     """
     with naming(f"sweep.variants, '{label}'"):
         own = {parse(override).key_or_group: override for override in variant}

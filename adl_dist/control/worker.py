@@ -1,4 +1,4 @@
-"""The stages of one process: commands carried out, and their records."""
+"""The worker of a process: carries out the coordinator's commands."""
 
 import contextlib
 import time

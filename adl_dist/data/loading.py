@@ -64,8 +64,11 @@ PLAIN = Loading()
 def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Loading = PLAIN) -> int:
     """Check a dataset and return the number of samples that an epoch visits.
 
+    ``name`` is its name in messages, like ``training``.
+
     Raises:
-        DataError: If ``dataset`` is not a dataset, has no known length, or has fewer than ``min_samples``.
+        DataError: If ``dataset`` is not a dataset, is iterable but has a sampler, has no length although
+            ``samples_per_epoch`` is None, or has fewer samples than ``samples_per_epoch`` or ``min_samples``.
     """
     kind, num = f"{name} dataset: {type(dataset).__name__}", loading.samples_per_epoch
     is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -105,7 +105,7 @@ class GeluNetwork(nn.Module):
         self.out = nn.Linear(hidden, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., width] of ``x`` [..., width]."""
+        """Map ``x`` [..., width] to a tensor of the same shape."""
         out: Tensor = self.out(F.gelu(self.up(x), approximate="tanh"))
         return out
 
@@ -120,7 +120,7 @@ class SwigluNetwork(nn.Module):
         self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [..., width] of ``x`` [..., width]."""
+        """Map ``x`` [..., width] to a tensor of the same shape."""
         out: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
         return out
 

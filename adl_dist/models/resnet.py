@@ -252,7 +252,8 @@ def wide_resnet(
 class SqueezeExcitation(nn.Module):
     """A gate that scales each channel, computed from all channels' means.
 
-    It has no biases, as the paper advises for ResNets (section 6) and ADL's code does; torchvision's has them.
+    x sigmoid(W2 relu(W1 mean(x))), without biases, as Hu et al. advise for ResNets (section 6) and ADL's code does;
+    torchvision's has them.
     """
 
     def __init__(self, channels: int) -> None:

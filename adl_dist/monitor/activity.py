@@ -151,7 +151,7 @@ class ActivityLog:
 
     @contextmanager
     def during(self, command: str) -> Iterator[None]:
-        """Set the phase to ``command`` inside the block."""
+        """Set the phase to ``command`` in the block, then to idle or failed."""
         self.enter(command)
         try:
             yield

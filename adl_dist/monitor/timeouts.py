@@ -1,4 +1,4 @@
-"""The limits of a job without progress. No torch."""
+"""Time limits for a job that makes no progress. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -85,7 +85,7 @@ class PollingThread(threading.Thread):
         self._over.set()
 
     def join(self, timeout: float | None = 2 * ANSWER_SECONDS) -> None:
-        """Wait for the end of the last check after :meth:`stop`, or ``timeout``."""
+        """Wait up to ``timeout`` seconds for the thread to end after :meth:`stop`."""
         super().join(timeout)
 
     def look(self) -> None:

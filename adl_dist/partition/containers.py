@@ -1,7 +1,7 @@
 """Search and replacement of leaves in containers and dataclasses."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,16 +15,16 @@ _LEAVES = {bool, int, float, str, type(None), torch.Size, torch.dtype, torch.dev
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in ``value``, in order."""
     found: list[Tensor] = []
-    _collect(value, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif type(value) not in _LEAVES:
-        for one in _entries(value) or ():
-            _collect(one, found)
+def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
+    for one in values:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif type(one) not in _LEAVES and (entries := _entries(one)) is not None:
+            _collect(entries, found)
 
 
 def unique_tensors(value: Any) -> list[Tensor]:

@@ -161,7 +161,8 @@ def predict(
 ) -> Prediction:
     """Predict a run of ``pipeline`` at the micro-batch size of ``profile``.
 
-    The cut is ``sizes``, or the best one if None. Open delays are chosen by :func:`with_delays`.
+    The cut is ``sizes``, or the best one if None. Delays that the method leaves open
+    (``delay=auto``) are chosen by :func:`with_delays`.
 
     Raises:
         PartitionError: If no cut is possible, or none fits into memory.
@@ -215,7 +216,10 @@ def _seconds_per_update(units: Sequence[UnitCost], balance: Balance, pipeline: P
 
 
 def _tied_link_seconds(units: Sequence[UnitCost], balance: Balance, machine: Machine) -> float:
-    """Return a link's busy seconds per update for gradients of tied weights."""
+    """Return the seconds that tied gradients of one update take on a link.
+
+    All are counted on one link, the slowest.
+    """
     stage_of = [k for k, size in enumerate(balance.sizes) for _ in range(size)]
     pairs = [
         (stage_of[other], k, nbytes) for unit, k in zip(units, stage_of, strict=True) for other, nbytes in unit.tied

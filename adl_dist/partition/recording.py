@@ -74,7 +74,7 @@ class Call:
 
     @property
     def path(self) -> str:
-        """The path of the call's own forward."""
+        """The path of the call's own forward, as ``CALLER/NAME#COUNT``."""
         path, name, count = self.key
         return f"{path}/{name}#{count}"
 

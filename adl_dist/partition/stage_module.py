@@ -33,7 +33,7 @@ from adl_dist.partition.value import (
 class _Part(nn.Module):
     """One stage's tensors of a module that lies on several stages.
 
-    The extra state of the module is added if this stage keeps it.
+    Its state dict has the module's extra state if this stage keeps that.
     """
 
     _keeps_extra_of: nn.Module | None = None

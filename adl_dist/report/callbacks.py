@@ -77,7 +77,7 @@ class EarlyStopping(Callback):
         *,
         best_is: str | None = None,
     ) -> None:
-        """Watch ``metric``, by default the one that decides the best checkpoint.
+        """Watch ``metric``, by default the validation accuracy or else the loss.
 
         Args:
             patience: evaluations without a better value until the run ends.
@@ -87,7 +87,8 @@ class EarlyStopping(Callback):
             best_is: the old name of ``best_mode``, until 0.5.0.
 
         Raises:
-            ConfigError: If a value is out of range, or it is not known whether the metric is best at its maximum.
+            ConfigError: If a value is out of range, it is not known whether the metric is best at its maximum, or
+                ``best_mode`` is given without ``metric``.
         """
         if type(patience) is not int or patience < 1:
             raise ConfigError(f"EarlyStopping: patience must be a whole number of at least 1, got {patience!r}")

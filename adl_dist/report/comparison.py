@@ -1,4 +1,4 @@
-"""A comparison of finished runs: tables, a CSV file and a figure."""
+"""A comparison of runs: tables, a CSV file and a figure."""
 
 import csv
 import json

@@ -236,7 +236,7 @@ def final_table(summary: Mapping[str, Any]) -> str:
 
 
 def coded_rows(summary: Mapping[str, Any]) -> list[list[object]]:
-    """Return the table of the coded messages; empty without any."""
+    """Return a header and one row per coded edge; [] if nothing is coded."""
     rows: list[list[object]] = [["coded edge", "what", "codec", "relative error", "MB sent", "of its bytes"]]
     for stage, edge in ((s["stage"], edge) for s in summary.get("stages", ()) for edge in s.get("coded", ())):
         to, error = stage + (1 if edge["what"] == "act" else -1), edge.get("error")

@@ -1,6 +1,6 @@
 """The records of a run, written to metrics.jsonl and to each logger.
 
-Only rank 0 calls loggers. Packages find an address, a key or the name of an experiment in their usual environment
+Only rank 0 calls loggers. Their packages read addresses, keys and the experiment's name from their usual environment
 variables.
 """
 
@@ -55,7 +55,7 @@ def tag_of(record: Mapping[str, Any]) -> str:
 
 
 class TensorBoard:
-    """Curves in ``folder/tensorboard``."""
+    """A logger that writes curves into the run folder's ``tensorboard``."""
 
     def start(self, folder: Path, settings: Mapping[str, Any], from_update: int) -> None:
         """Open a file; it hides older values from ``from_update`` on."""

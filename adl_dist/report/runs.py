@@ -143,7 +143,7 @@ class Run:
 
     @property
     def accumulation_steps(self) -> int:
-        """M, which is 1 for another system."""
+        """The micro-batches per update, M; 1 if the run does not record it."""
         return int(self.method.get("accumulation_steps", 1))
 
     @property

@@ -30,7 +30,10 @@ NO_DIFFERENCE = 1e-9
 @documented("method", "method")
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method and its hyper-parameters, with None for the method's default.
+    """A method and its hyper-parameters.
+
+    If ``accumulation_steps``, ``weights`` or ``delay`` is None, the method's default is used. In other fields None
+    turns the option off, or means what the field's help says.
 
     Raises:
         ConfigError: If the method cannot run with a value, or ignores it.

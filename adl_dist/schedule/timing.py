@@ -182,8 +182,9 @@ def makespan(spans: Iterable[Span]) -> float:
 def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, list[Action]]]:
     """Return the actions of each stage in each tick.
 
-    A tick has at most one forward, then one backward, and an update. A message takes one tick, except the one that
-    unlocks a forward, which the papers do not count. Stages of one process share its ticks, see :func:`in_processes`.
+    A tick has at most one forward, then one backward, and an update. A message takes one tick. The go message of the
+    forward lock (DDG, FR) takes none, because the papers do not count it. Stages of one process share its ticks, see
+    :func:`in_processes`.
     """
     K = len(lists)
     P = len(turns) if turns is not None else K

@@ -31,7 +31,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the present weights, once after each update."""
+        """Add the present weights to the average, once after each update."""
         if self._averages:
             # torch's function keeps no count: it is for an AveragedModel to copy the first weights.
             self._average(self._averages, [p.detach() for p in self._parameters], 1)

@@ -133,7 +133,11 @@ def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
 
 
 def linear(channels: int, size: int, num_classes: int) -> nn.Module:
-    """Build a plain local classifier (Mostafa et al. 2018)."""
+    """Build a linear classifier of features, or of images pooled to 2 x 2.
+
+    It is that of Mostafa et al. (2018), but trained; theirs is fixed and random. ``size`` is the height or width in
+    pixels, 0 for features.
+    """
     if size == 0:
         return nn.Linear(channels, num_classes)
     side = min(size, 2)
@@ -240,7 +244,7 @@ def build_gradient_network(
 
 
 def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int) -> LocalLoss:
-    """Build the head ``name`` on outputs of ``shape``.
+    """Build the head ``name`` for outputs with samples of ``shape``.
 
     Its weights depend on ``seed`` only.
     """

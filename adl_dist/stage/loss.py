@@ -49,14 +49,14 @@ RELATIVE = 1e-6  # by which two counts that are equal may differ: they may have 
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Torch's cross-entropy or negative log-likelihood of classes.
+    """The settings of a cross-entropy or negative log-likelihood of classes.
 
-    It divides by the summed weights of its targets.
+    The loss divides by the summed weights of its targets.
 
     Attributes:
-        ignore_index: the target that it ignores.
+        ignore_index: the target that the loss ignores.
         weight: of each class, float64[C] on the CPU; if None, each weighs 1.
-        is_torchs_own: whether torch computes it; False for a derived class with its own forward.
+        is_torchs_own: whether torch's forward computes the loss; False for a derived class with its own.
         dim: the outputs' dimension of classes.
     """
 

@@ -271,7 +271,7 @@ class Mitigation:
 def mitigation_of(
     pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float = 1.0, tie: Tie | None = None
 ) -> Mitigation | None:
-    """Return the mitigation of ``stage``, or of its tied weights, or None.
+    """Return the mitigation for ``stage`` or its ``tie``; None without any.
 
     Raises:
         ConfigError: If the mitigations need a different optimizer.
@@ -295,7 +295,10 @@ def _momentum(group: Group) -> float:
 
 
 def _adam_step(state: Group, group: Group, later: int) -> Tensor:
-    """Return m^ / (sqrt(v^) + eps) of Adam after ``later`` zero gradients."""
+    """Return m^ / (sqrt(v^) + eps) of Adam, ``later`` updates ahead.
+
+    The gradients of these updates are taken as 0: m decays, and both bias corrections count them. v does not decay.
+    """
     b1, b2 = map(float, group["betas"])
     step = float(state["step"]) + later
     square: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]

@@ -260,7 +260,7 @@ class Stage(Learner):
         return self._random.seed_of("codec", micro_batch)
 
     def wait_for_device(self) -> None:
-        """Wait for the work launched on a GPU."""
+        """Wait for the work launched on the current stream of a GPU."""
         if self._device.type == "cuda":  # also that of a stage without parameters
             torch.cuda.current_stream(self._device).synchronize()
 

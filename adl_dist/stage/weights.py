@@ -25,7 +25,7 @@ NEWEST: AbstractContextManager[None] = nullcontext()
 
 
 class _Policy:
-    """The common part of all policies: the optimizer and the mitigation.
+    """The base class of weight policies, with optimizer and mitigation.
 
     Attributes:
         forwards_ahead: whether forwards of the newest version see predicted weights instead of the newest.
@@ -73,7 +73,7 @@ class Latest(_Policy):
     _copies: tuple[list[Tensor], list[Tensor]] | None = None  # of the trained ones: ahead, and present
 
     def next_version(self, version: int, in_flight: Collection[int]) -> list[nn.Parameter]:
-        """Return the parameters with gradients, for a step in place."""
+        """Drop copies; return the parameters to step in place, with gradients."""
         self.forget()
         return self.gather()
 

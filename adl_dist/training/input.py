@@ -207,6 +207,9 @@ class Loaders(NamedTuple):
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The numbers of samples, as arguments of a plan."""
+        """The sizes as ``num_samples`` and ``num_validation`` of a plan.
+
+        A missing loader counts 0.
+        """
         names = ("num_samples", "num_validation")
         return {name: loader.num_samples if loader is not None else 0 for name, loader in zip(names, self, strict=True)}

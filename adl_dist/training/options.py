@@ -63,7 +63,7 @@ class ProcessOptions:
     """The processes and devices of the stages.
 
     With ``handle_signals`` a SIGTERM, SIGINT or SIGUSR1 empties the pipeline, saves, and lets ``fit`` return. A second
-    signal other than SIGUSR1 ends the process. It works only in the main thread.
+    SIGTERM or SIGINT ends the process. It works only in the main thread.
 
     Raises:
         ConfigError: If a value is out of range.

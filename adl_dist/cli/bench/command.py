@@ -226,7 +226,7 @@ def baseline(table: Sequence[Row]) -> Row | None:
 
 
 def report(table: Sequence[Row], left_out: Mapping[str, str]) -> str:
-    """Return the table for people; docs/bench.md explains its columns."""
+    """Return the table as text; docs/bench.md explains its columns."""
     shown: list[list[object]] = [[*HEAD, *CELLS]]
     for row in table:
         cells = ["failed" if "error" in row else "not run", *[""] * (len(CELLS) - 1)]

@@ -289,7 +289,7 @@ def predict_speeds(
 def _for_stages(machine: Machine, K: int, num_stages: int) -> Machine:
     """Return ``machine`` for ``num_stages`` on K devices.
 
-    If the numbers differ, all links are the slowest one, and speeds repeat. One stage is on the first device.
+    If the numbers differ, all links are the slowest one, and speeds repeat. One stage alone is on the first device.
     """
     if num_stages == K or K == 1:
         return machine

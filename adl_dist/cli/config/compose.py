@@ -202,7 +202,11 @@ def is_of_script(plain: Plain) -> bool:
 
 
 def run_of_script(plain: Plain, words: Sequence[str]) -> RunConfig:
-    """Compose a script run's settings with ``words`` for its model and data."""
+    """Return the configuration of a script's run, with ``words`` added.
+
+    ``plain`` is the script's config.yaml, which gives seed, dtype, batch size, M and the handling of ties. ``words``
+    are overrides that choose the model and the data.
+    """
     kept = {key: plain[key] for key in ("seed", "dtype")}
     kept |= {"train.batch_size": plain["batch_size"], "partition.tied": plain.get("tied", "share")}
     kept["method.accumulation_steps"] = plain["method"]["accumulation_steps"]
@@ -251,7 +255,7 @@ def composed_of(overrides: Sequence[str]) -> DictConfig:
 
 
 def renamed_words(words: Sequence[str]) -> list[str]:
-    """Replace old names of keys and values, with a notice for each."""
+    """Return ``words`` with present names; rank 0 prints each change."""
     new = []
     for word in words:
         key, equals, value = word.partition("=")

@@ -282,7 +282,10 @@ def build_loss(config: RunConfig) -> LossFn:
 
 
 def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Return a node's target, its arguments, and whether it is the loss."""
+    """Return a node's target, its arguments, and whether it is the loss.
+
+    Otherwise a call of the target with the arguments makes the loss.
+    """
     target = _locate("loss", node)
     # Every other reduction is an argument of the loss, as torch's losses have it.
     given = {key: value for key, value in node.items() if key != "_partial_" and (key, value) != ("reduction", "batch")}
@@ -367,7 +370,8 @@ def _bind(
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the target and arguments of ``node``, after a check.
 
-    The target must accept them with ``num_positional`` positional arguments and the keywords ``supplied`` later.
+    The target must accept them with ``num_positional`` positional arguments and the keywords ``supplied`` later, or a
+    ConfigError is raised. ``name`` is the node's key.
     """
     target = _locate(name, node)
     # An optimizer or a schedule is always made later, of what is supplied then: Hydra's _partial_.

@@ -159,7 +159,10 @@ def _end_and_best(run: Run, name: str) -> str:
 
 
 def results(runs: Sequence[Run]) -> Iterator[Part]:
-    """Yield the results of runs, or newest records, each run in a column."""
+    """Yield a table of results, each run in a column, and notes about it.
+
+    A run without a summary shows its newest records.
+    """
     known = dict.fromkeys(n.replace("/", "_", 1) for run in runs for n in (*run.summary, *run.curves))
     kinds = ("validation_",) if all(run.summary for run in runs) else ("validation_", "train_")
     names = [name for name in known if name.startswith(kinds) and name not in FIGURES]

@@ -66,7 +66,7 @@ class Results(NamedTuple):
 
 
 class TrialResult(NamedTuple):
-    """Facts about all stages, the same on every rank."""
+    """Facts about the model and all stages, the same on every rank."""
 
     acts: dict[int, Specs]  # the tensors that arrive at each stage
     targets: tuple[TensorSpec, ...]  # the tensors that the loss takes besides the output
@@ -417,7 +417,10 @@ class StageRun:
         return None
 
     def _loss_in_evaluation(self, input_: Batch, target: Batch) -> Tensor:
-        """Return the loss of a forward in evaluation, with independent samples."""
+        """Return the loss of a forward in evaluation mode.
+
+        There no layer mixes samples, as BatchNorm does in training.
+        """
         loss = self.forward(MicroBatch(input_, target), "a mean", training=False).loss
         assert loss is not None
         return loss
