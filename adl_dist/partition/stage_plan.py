@@ -16,20 +16,9 @@ from adl_dist.partition.value import EVERYWHERE, Label
 
 EXTRA_STATE = _EXTRA_STATE_KEY_SUFFIX  # in a state_dict
 VIEWS = {
-    *(
-        "__getitem__",
-        "select",
-        "narrow",
-        "chunk",
-        "split",
-        "unbind",
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "expand",
-    ),
-    *("transpose", "permute", "movedim", "squeeze", "unsqueeze", "T", "mT", "t", "swapaxes", "view_as", "detach"),
+    *("__getitem__", "select", "narrow", "chunk", "split", "unbind", "view", "view_as", "reshape", "flatten"),
+    *("unflatten", "expand", "transpose", "permute", "movedim", "squeeze", "unsqueeze", "swapaxes", "T", "mT", "t"),
+    "detach",
 }  # of torch's functions, those that only look at memory
 
 
