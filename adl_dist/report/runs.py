@@ -24,6 +24,13 @@ START = "start.json"  # command, host, device, parameters, software, and each st
 CONTENDER = "contender"  # key of config.yaml that names a run of another system, like DDP
 # Not part of a label: columns, seeds and places; the method has a label of its own.
 NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "num_stages", "seed", "run_dir", "resume")
+OF_GROUPS = {  # settings that a script's config.yaml has without their group
+    "partition": ("num_stages", "balance", "tied"),
+    "train": ("batch_size", "eval_every_updates", "clip_norm", "clip_scope", "non_finite", "max_skipped"),
+    "runtime": ("autocast", "codec", "tf32", "deterministic", "checkpoint_every_updates"),
+    "data": ("shuffle",),
+}
+KEYS = {name: f"{group}.{name}" for group, names in OF_GROUPS.items() for name in names}
 RESUMED = "resumed from"  # how the entry of a start from a checkpoint begins
 TIME = r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} "
 ENTRY = re.compile(rf"{TIME}([A-Z]+) (.*(?:\n(?!{TIME[1:]}).*)*)", re.MULTILINE)
@@ -132,6 +139,11 @@ class Run:
         self.pipeline = Pipeline(method(settings.pop("name"), **settings), self.num_stages)
 
     @property
+    def is_of_script(self) -> bool:
+        """Whether a script made the run, whose config.yaml lacks many settings."""
+        return self.config.keys().isdisjoint(("partition", CONTENDER))
+
+    @property
     def seed(self) -> int:
         """The seed of the run."""
         return int(self.config.get("seed", 0))
@@ -159,7 +171,7 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings by dotted names; shapes of a model as parameter count."""
-        flat = flatten(self.config)
+        flat = {KEYS.get(key, key): value for key, value in flatten(self.config).items()}
         shapes = [flat.pop(key) for key in [*flat] if key.startswith("model.") and isinstance(flat[key], list)]
         return flat | ({"model.parameters": sum(map(math.prod, shapes))} if shapes else {})
 
@@ -216,17 +228,27 @@ def add_labels(runs: Sequence[Run]) -> None:
                 f"{run.folder}: expected the folder of a run made by adl-dist train or Trainer.fit, got files that do "
                 f"not describe one ({problems}); give run folders"
             )
-    flat = [run.settings for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    is_mixed = len({"partition.num_stages" in one for one in flat}) > 1  # a script's run has settings of fewer keys
-    telling = [
-        key
-        for key in keys
-        if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, [one for one in flat if key in one or not is_mixed])
-    ]
+    keys = [key for key in keys_of(runs) if not key.startswith(NOT_IN_LABELS)]
+    telling = [key for key in keys if _tells_apart(key, comparable(key, runs))]
+    is_mixed = len({run.is_of_script for run in runs}) > 1
     for run in runs:
         given = {key: run.settings.get(key) for key in telling}
-        run.label = " ".join([run.label, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+        of = ["(script)"] if is_mixed and run.is_of_script else []  # what it does not record may differ
+        run.label = " ".join([run.label, *of, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+
+
+def keys_of(runs: Sequence[Run]) -> list[str]:
+    """Return the keys of all settings of ``runs``."""
+    return [*dict.fromkeys(key for run in runs for key in run.settings)]
+
+
+def comparable(key: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the settings of the runs that can be compared by ``key``.
+
+    Where only some runs are those of scripts, these are the runs that record it.
+    """
+    is_mixed = len({run.is_of_script for run in runs}) > 1
+    return [run.settings for run in runs if key in run.settings or not is_mixed]
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:

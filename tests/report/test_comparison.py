@@ -9,6 +9,7 @@ import yaml
 
 from adl_dist.report import curves
 from adl_dist.report.comparison import compare, write_comparison
+from adl_dist.report.page import write_page
 from adl_dist.report.runs import measure_of, read_runs
 from tests.support.commands import in_process, shows
 
@@ -96,17 +97,24 @@ def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
         runs.add("adl", 0.9, optimizer=optimizer, checkpoint_every_updates=every)
     _, rows = runs.table()
     of_sgd, of_adam = "optimizer.lr={} optimizer.name=SGD", "optimizer.lr=0.003 optimizer.name=Adam"
-    labels = [of_sgd.format(0.1), of_sgd.format(0.2), of_adam, f"checkpoint_every_updates=40 {of_adam}"]
+    every = "runtime.checkpoint_every_updates=40"
+    labels = [of_sgd.format(0.1), of_sgd.format(0.2), of_adam, f"{every} {of_adam}"]
     assert [*rows] == [f"adl {label}" for label in labels]
 
 
-def test_settings_that_a_script_does_not_record_are_in_no_label(runs):
-    for more in ({"runtime": {"trace": True}, "data": {"_target_": "mine"}}, {}):
-        runs.add("adl", 0.9, train_only=1, **more)
+def test_a_row_has_no_setting_that_a_script_does_not_record(runs):
+    """Those of both are called as on the command line, and the runs are not taken for seeds of one row."""
+    for seed, more in enumerate(({"runtime": {"trace": True, "codec": "none"}, "data": {"_target_": "mine"}}, {})):
+        runs.add("adl", 0.9, seed=seed, **more)
     script = yaml.safe_load((runs.made[1] / "config.yaml").read_text())
     script["num_stages"] = script.pop("partition")["num_stages"]
-    (runs.made[1] / "config.yaml").write_text(yaml.safe_dump(script | {"train_only": 2}))
-    assert [*runs.table()[1]] == ["adl train_only=1", "adl train_only=2"]
+    for codec, of_setting in (("int8", " runtime.codec={}"), ("none", "")):
+        (runs.made[1] / "config.yaml").write_text(yaml.safe_dump(script | {"codec": codec}))
+        labels = [f"adl{of_setting.format('none')}", f"adl (script){of_setting.format(codec)}"]
+        assert [*runs.table()[1]] == labels
+        write_page(runs.made, page := runs.folder / "page.html")
+        assert (">runtime.codec</td>" in page.read_text()) == (codec == "int8")
+        assert ">runtime.trace</td>" not in page.read_text()
 
 
 def test_runs_are_compared_by_the_metric_that_tells_the_best(runs):
