@@ -221,6 +221,14 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
     assert in_process(*words(tmp_path / "run", *TINY[:2], *cut)).code == 0
 
 
+def test_a_plan_of_one_method_recommends_no_other(monkeypatch):
+    """The table has the others, too."""
+    advice = "adl_dist.cli.plan.command.advise"
+    monkeypatch.setattr(advice, lambda found, *_, **__: (None, " ".join(p.pipeline.method.name for p in found)))
+    shows(done(*SMALL, "--stages", "2", "method=1f1b"), ["adl     2  4  ", "recommended  1f1b 1f1b 1f1b 1f1b 1f1b\n"])
+    shows(done(*SMALL, "--stages", "2", "method=1f1b", "--methods", "adl"), ["recommended  adl\n"])
+
+
 def test_a_model_that_fits_on_no_device_gets_a_line_to_paste():
     # Each stage holds one graph of its part.
     base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2")

@@ -72,7 +72,8 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     stages = "numbers of stages, above 1: one device is in every table; default: 2, 4, 8 .. up to that of devices"
     add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
-    add("--methods", metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS} and the configured one")
+    names = f"default: {DEFAULT_METHODS} and the configured one; with method=NAME no other than that is recommended"
+    add("--methods", metavar="NAME,NAME", help=names)
     devices = "number of devices; default: the GPUs, or cores, of this machine"
     add("--devices", type=number(int, 1), metavar="N", help=devices)
     memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
@@ -152,7 +153,10 @@ def _answer(flags: argparse.Namespace) -> Plan:
     codecs = [] if links is None else [(config.method, Codecs(codec, codec)) for codec in CODECS]
     coded = _predictions(cuts, codecs, profiles, num_devices)[0]
     wanted = coded if config.method.name in names else []
-    choice, reason = advise([*predictions, *wanted], other, unit=profiles[M].of["unit"])
+    found = [*predictions, *wanted]
+    if not flags.methods and any(word.startswith("method=") for word in flags.overrides):
+        found = [told for told in found if told.pipeline.method == config.method]
+    choice, reason = advise(found, other, unit=profiles[M].of["unit"])
     begins = [] if choice is None else begins_of(profiler.chain, choice.balance.sizes)
     return Plan(
         machine=machine,
