@@ -66,11 +66,11 @@ class Url(PurePosixPath):
 
 
 def place_of(place: str | os.PathLike[str]) -> PurePath:
-    """Return a URL or local path, made absolute; ``file://`` is local."""
+    """Return a URL or absolute local path; ``file://`` and ``~`` are local."""
     scheme, found, rest = os.fspath(place).partition("://")
     if isinstance(place, Url) or (found and scheme != "file"):
         return Url(os.fspath(place))
-    return Path(rest if found else place).absolute()
+    return Path(os.path.expanduser(rest if found else place)).absolute()
 
 
 def on_rank(rank: int, place: PurePath) -> Url:

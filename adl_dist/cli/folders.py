@@ -68,7 +68,7 @@ def named_folder(
 def _several(command: str, arguments: Sequence[str], *takes: str) -> tuple[list[Path], dict[str, str], Path]:
     """Return run folders, options, and the folder that holds all runs."""
     folders, options, _ = named_folders(command, arguments, ("out", *takes))
-    if not folders:
+    if not all(folders) or not folders:
         raise ConfigError(f"adl-dist {command} takes run folders: adl-dist {command} RUNS... [out=...]")
     if "out" not in options and (urls := [folder for folder in folders if "://" in folder]):
         raise ConfigError(f"adl-dist {command} reads a copy of {urls[0]}; say where to write by out=")
@@ -103,14 +103,19 @@ def status(arguments: list[str]) -> None:
     run_dir = _local("status", [each for each in arguments if each != "--json"])
     summary, saved = read_json(run_dir / "summary.json"), layout.complete(run_dir / "checkpoints")
     is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))
-    if summary and is_newest and not (run_dir / SOCKET).exists():  # it has ended normally
-        stopped = summary.get("stopped", {})
+    where, head = read_json(run_dir / "diverged.json"), f"no run is training in {run_dir}; the last one there"
+    has_diverged = where.get("update", -1) >= summary.get("updates", 0)
+    if (run_dir / SOCKET).exists() or not (has_diverged or (summary and is_newest)):  # it has not ended normally
+        answer = ask_run(run_dir, "status")
+        text = table(answer)
+    elif has_diverged:
+        answer = {"ended": {"diverged": where}}
+        text = f"{head} diverged at update {where['update']} (epoch {where['epoch'] + 1})"
+    else:
+        answer, stopped = {"ended": summary}, summary.get("stopped", {})
         how = f"was stopped by {stopped['why']}, and the same command resumes it" if stopped else "ended like this"
-        head = f"no run is training in {run_dir}; the last one there {how}:"
-        sys.stdout.write((json.dumps({"ended": summary}) if as_json else f"{head}\n{final_table(summary)}") + "\n")
-        return
-    answer = ask_run(run_dir, "status")
-    sys.stdout.write((json.dumps(answer) if as_json else table(answer)) + "\n")
+        text = f"{head} {how}:\n{final_table(summary)}"
+    sys.stdout.write(f"{json.dumps(answer) if as_json else text}\n")
 
 
 def checkpoint(arguments: list[str]) -> None:

@@ -1,6 +1,7 @@
 """``adl-dist train``."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,12 @@ def _run_ranks(config: RunConfig, command: list[str], *, passes_stops_on: bool) 
 
 
 def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
-    lines, run_dir = [final_table(summary)], config.run_dir
+    lines, run_dir = [final_table(summary)], str(config.run_dir)
     if "stopped" in summary:
         return lines[0]
     lines += ["", f"run folder       {run_dir}"]
     if config.runtime.report:
         lines.append(f"report           {run_dir}/{REPORT}")
     if config.runtime.tensorboard:
-        lines.append(f"learning curves  tensorboard --logdir {str(run_dir).rpartition('/')[0] or '.'}")
-    return "\n".join([*lines, f"plain weights    adl-dist export run_dir={run_dir} out=model.pt"])
+        lines.append(f"learning curves  tensorboard --logdir {shlex.quote(run_dir.rpartition('/')[0] or '.')}")
+    return "\n".join([*lines, f"plain weights    adl-dist export run_dir={shlex.quote(run_dir)} out=model.pt"])

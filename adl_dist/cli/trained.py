@@ -1,6 +1,7 @@
 """Commands on a checkpoint of a run: evaluate, export, generate."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -29,6 +30,7 @@ from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage import in_dtype
 from adl_dist.stage.metrics import PERPLEXITY
 
+OTHER_FORMATS = (".onnx", ".gguf", ".h5", ".npz")
 GROUPS = ("model", "data", "loss", "train.metrics")  # of the settings that these commands take
 OF_TRANSFORMERS = "adl_dist.models.hf_model"  # model._target_ of a run whose weights from_pretrained can load
 KEYS = {"_target_", "task", "config", "weights", "download"}  # of that node; others replace entries of config.json
@@ -101,11 +103,16 @@ def export(arguments: list[str]) -> None:
     """
     run_dir, options, words, ema = _read("export", arguments, "out")
     if not options.get("out"):
-        shown = os.path.relpath(run_dir) if isinstance(run_dir, Path) else run_dir
+        shown = shlex.quote(os.path.relpath(run_dir) if isinstance(run_dir, Path) else str(run_dir))
         raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {shown} out={SINGLE}")
     out = Path(options["out"]).absolute()
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
+    if out.suffix in OTHER_FORMATS:
+        raise ConfigError(
+            f"out={options['out']}: export writes a state_dict, and {out.suffix} names another format; give a name "
+            f"like {SINGLE} or model.pt, load it into the model, and convert that"
+        )
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
     is_known, path = not is_of_script(content_of(run_dir)), chosen_checkpoint(run_dir, options.get("checkpoint"))

@@ -16,7 +16,7 @@ from adl_dist.report.files import write_atomically
 from adl_dist.report.overhead import nearest_reference, overhead_note, overhead_rows, unlike
 from adl_dist.report.progress import holders
 from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of, read_runs
-from adl_dist.report.tables import markdown_table
+from adl_dist.report.tables import counted, markdown_table
 
 VALIDATION = "validation_"  # begins the names of metrics in summary.json
 NOTHING, MINUS = ".", "\u2212"
@@ -127,8 +127,9 @@ def _references_first(runs: Sequence[Run]) -> list[Run]:
 
 
 def _text(runs: Sequence[Run], *, command: str, reference: Run | None, notes: Sequence[str] = ()) -> str:
+    seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
     origin = (
-        f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
+        f"Command: `{command}`\n\n{counted(len(runs), 'run')}, seeds {seeds}; "
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )

@@ -140,8 +140,8 @@ class Run:
 
     @property
     def is_of_script(self) -> bool:
-        """Whether a script made the run, whose config.yaml lacks many settings."""
-        return self.config.keys().isdisjoint(("partition", CONTENDER))
+        """Whether the run is a script's: its config.yaml lacks many settings."""
+        return not {"partition", CONTENDER} & self.config.keys()
 
     @property
     def seed(self) -> int:

@@ -122,8 +122,8 @@ class Outputs:
             progress.note(note)
         if eval_every_updates is not None and not pipeline.drain_is_exact:
             progress.note(
-                f"note: eval_every_updates={eval_every_updates} empties the pipeline in mid-epoch, so gradients are "
-                "less stale afterwards, and values differ from those of a run without"
+                f"note: train.eval_every_updates={eval_every_updates} empties the pipeline in mid-epoch, so gradients "
+                "are less stale afterwards, and values differ from those of a run without"
             )
         if partitioned.warning is not None:
             warn(f"{partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")

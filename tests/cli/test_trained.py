@@ -113,6 +113,7 @@ def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     outcome = in_process("export", str(run_dir), f"out={tmp_path / 'folder'}")
     shows(outcome.refusal(), ["written as a folder", "model.load_state_dict", "save_pretrained"])
     assert not (tmp_path / "folder").exists()
+    shows(in_process("export", str(run_dir), f"out={tmp_path}/m.onnx").refusal(), ["a state_dict, and .onnx names"])
     shows(in_process("report", str(run_dir), f"out={tmp_path}").refusal(), ["is a folder; name the file, like out="])
     refusal = in_process("evaluate", str(run_dir)).refusal()
     shows(refusal, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])
@@ -202,11 +203,14 @@ def test_report_writes_into_the_run_folder_to_out_or_above(tmp_path):
         assert place.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_run_ends_with_a_page_and_the_timeline_in_it(tmp_path):
-    run = tmp_path / "run"
-    done = in_process(*words(run, "runtime.report=true", "data.num_samples=160", "train.batch_size=8"))
+def test_run_ends_with_a_page_and_the_timeline_in_it(tmp_path, monkeypatch):
+    """Also in a folder with a space in its name, which the next command gets in quotes, and in the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "my run"
+    done = in_process(*words("'~/my run'", "runtime.report=true", "data.num_samples=160", "train.batch_size=8"))
     assert done.code == 0, done
-    shows(done.out, [f"report           {run}/report.html"])
+    shows(done.out, ["report           ~/my run/report.html", "adl-dist export run_dir='~/my run' out=model.pt"])
+    shows(in_process("status", "run_dir=~/my run").out, [f"training in {run}; the last one there ended"])
     page = (run / "report.html").read_text()
     shows(page, ["Measured in", "by the schedule, if messages took no time"])
     assert "Cannot be shown" not in page

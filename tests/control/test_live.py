@@ -131,6 +131,9 @@ def test_status_says_how_the_last_run_ended(tmp_path):
     for more, how in (({}, "ended like this:"), ({"stopped": {"why": "SIGTERM"}}, "was stopped by SIGTERM, and the")):
         (tmp_path / "summary.json").write_text(json.dumps(summary | more))
         shows(in_process("status", str(tmp_path)).out, [f"the last one there {how}", "1 epoch, 7 updates"])
+    for update, how in ((5, "was stopped by SIGTERM"), (9, "diverged at update 9 (epoch 2)")):
+        (tmp_path / "diverged.json").write_text(json.dumps({"update": update, "epoch": 1}))
+        shows(in_process("status", str(tmp_path)).out, [f"the last one there {how}"])
 
 
 def test_status_prints_one_line_per_stage_or_json(tmp_path):

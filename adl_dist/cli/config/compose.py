@@ -38,9 +38,9 @@ RESOLVERS = (
     "${oc.select:KEY,DEFAULT}"
 )
 HOW_TO_WRITE = (
-    "write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds brackets, commas, spaces, = or resolvers in "
-    "resolvers: \"run_dir='a, b'\", \"sweep.variants.stale=['method=adl','method.weights=latest']\", "
-    "\"seed='${oc.decode:${oc.env:SEED}}'\""
+    "write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds brackets, commas, spaces, =, ~, letters other "
+    "than a to z or resolvers in resolvers: \"run_dir='a, b'\", "
+    "\"sweep.variants.stale=['method=adl','method.weights=latest']\", \"seed='${oc.decode:${oc.env:SEED}}'\""
 )
 LISTS_KEYS = "adl-dist train --help lists all keys"
 # In 0.4.0; older run folders name some of them.

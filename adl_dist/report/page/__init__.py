@@ -1,6 +1,7 @@
 """One page about one or several runs, as a single HTML file."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ def _content(folders: Sequence[Path]) -> dict[str, Any]:
     else:
         several.add_short_labels(runs)
         title, subject, found = f"{len(runs)} runs compared", runs, {**several.SECTIONS}
-        head, facts = [], [("one of them", f"adl-dist report {folders[0]}")]
+        head, facts = [], [("one of them", f"adl-dist report {shlex.quote(str(folders[0]))}")]
     parts = {name: _shown(partial(build, subject)) for name, build in found.items()}
     shown = {name: [part for part in each if part["kind"] != MISSING] for name, each in parts.items()}
     problems = [text(f"{run.folder.name}: {problem}", "bad") for run in runs for problem in run.problems]
