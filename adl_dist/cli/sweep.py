@@ -121,8 +121,7 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     nodes = [named(node, composed, choices) for node in ("data", "model") if node not in keys]
     if "://" in str(composed.run_dir):
         raise ConfigError(f"run_dir={composed.run_dir}: a sweep needs a local folder")
-    unnamed = f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}"
-    run_dir = Path(os.path.expanduser(str(composed.run_dir or unnamed)))
+    run_dir = Path(str(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")).expanduser()
     jobs: dict[Path, Job] = {}
     for label, variant in (variants or {"": []}).items():
         for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):

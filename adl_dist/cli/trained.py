@@ -109,10 +109,7 @@ def export(arguments: list[str]) -> None:
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if out.suffix in OTHER_FORMATS:
-        raise ConfigError(
-            f"out={options['out']}: export writes a state_dict, and {out.suffix} names another format; give a name "
-            f"like {SINGLE} or model.pt, load it into the model, and convert that"
-        )
+        raise ConfigError(f"out={out}: export writes a state_dict; give a name like {SINGLE} or model.pt")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
     is_known, path = not is_of_script(content_of(run_dir)), chosen_checkpoint(run_dir, options.get("checkpoint"))

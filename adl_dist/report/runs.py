@@ -24,13 +24,12 @@ START = "start.json"  # command, host, device, parameters, software, and each st
 CONTENDER = "contender"  # key of config.yaml that names a run of another system, like DDP
 # Not part of a label: columns, seeds and places; the method has a label of its own.
 NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "num_stages", "seed", "run_dir", "resume")
-OF_GROUPS = {  # settings that a script's config.yaml has without their group
-    "partition": ("num_stages", "balance", "tied"),
-    "train": ("batch_size", "eval_every_updates", "clip_norm", "clip_scope", "non_finite", "max_skipped"),
-    "runtime": ("autocast", "codec", "tf32", "deterministic", "checkpoint_every_updates"),
-    "data": ("shuffle",),
-}
-KEYS = {name: f"{group}.{name}" for group, names in OF_GROUPS.items() for name in names}
+OF_SCRIPT = (  # settings that a script's config.yaml has without their group
+    *("partition.num_stages", "partition.balance", "partition.tied", "data.shuffle", "train.batch_size"),
+    *("train.clip_norm", "train.clip_scope", "train.non_finite", "train.max_skipped", "train.eval_every_updates"),
+    *("runtime.autocast", "runtime.codec", "runtime.tf32", "runtime.checkpoint_every_updates"),
+)
+KEYS = {key.partition(".")[2]: key for key in OF_SCRIPT}
 RESUMED = "resumed from"  # how the entry of a start from a checkpoint begins
 TIME = r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} "
 ENTRY = re.compile(rf"{TIME}([A-Z]+) (.*(?:\n(?!{TIME[1:]}).*)*)", re.MULTILINE)
@@ -228,27 +227,19 @@ def add_labels(runs: Sequence[Run]) -> None:
                 f"{run.folder}: expected the folder of a run made by adl-dist train or Trainer.fit, got files that do "
                 f"not describe one ({problems}); give run folders"
             )
-    keys = [key for key in keys_of(runs) if not key.startswith(NOT_IN_LABELS)]
-    telling = [key for key in keys if _tells_apart(key, comparable(key, runs))]
-    is_mixed = len({run.is_of_script for run in runs}) > 1
+    keys = [key for key, those in comparable(runs).items() if _tells_apart(key, those)]
+    telling = [key for key in keys if not key.startswith(NOT_IN_LABELS)]
     for run in runs:
         given = {key: run.settings.get(key) for key in telling}
-        of = ["(script)"] if is_mixed and run.is_of_script else []  # what it does not record may differ
-        run.label = " ".join([run.label, *of, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+        kind = ["(script)"] if run.is_of_script and not all(one.is_of_script for one in runs) else []
+        run.label = " ".join([run.label, *kind, *(f"{k}={value}" for k, value in given.items() if value is not None)])
 
 
-def keys_of(runs: Sequence[Run]) -> list[str]:
-    """Return the keys of all settings of ``runs``."""
-    return [*dict.fromkeys(key for run in runs for key in run.settings)]
-
-
-def comparable(key: str, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the settings of the runs that can be compared by ``key``.
-
-    Where only some runs are those of scripts, these are the runs that record it.
-    """
+def comparable(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    """Return by each key the settings to compare; a script's lack many keys."""
     is_mixed = len({run.is_of_script for run in runs}) > 1
-    return [run.settings for run in runs if key in run.settings or not is_mixed]
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    return {key: [run.settings for run in runs if key in run.settings or not is_mixed] for key in keys}
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:

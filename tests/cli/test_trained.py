@@ -113,7 +113,7 @@ def test_runs_of_scripts_are_exported_and_evaluated(tmp_path):
     outcome = in_process("export", str(run_dir), f"out={tmp_path / 'folder'}")
     shows(outcome.refusal(), ["written as a folder", "model.load_state_dict", "save_pretrained"])
     assert not (tmp_path / "folder").exists()
-    shows(in_process("export", str(run_dir), f"out={tmp_path}/m.onnx").refusal(), ["a state_dict, and .onnx names"])
+    shows(in_process("export", str(run_dir), f"out={tmp_path}/m.onnx").refusal(), ["a state_dict; give a name like"])
     shows(in_process("report", str(run_dir), f"out={tmp_path}").refusal(), ["is a folder; name the file, like out="])
     refusal = in_process("evaluate", str(run_dir)).refusal()
     shows(refusal, ["is the run of a script", "add model._target_=MODULE.FUNCTION"])

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import platform
 import shlex
 import signal
@@ -77,7 +76,7 @@ def bench(argv: list[str]) -> None:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     named = config.run_dir if any(word.lstrip("+").startswith("run_dir=") for word in flags.overrides) else None
     unnamed = f"runs/bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out = Path(os.path.expanduser(flags.out or named or unnamed))  # bench keeps no other run folder
+    out = Path(flags.out or named or unnamed).expanduser()  # bench keeps no other run folder
     if (out / FACTS).exists():
         raise ConfigError(f"{out} already holds a {FACTS}, which would be overwritten; choose another folder")
     setting = BenchConfig(

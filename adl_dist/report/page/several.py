@@ -8,7 +8,7 @@ from adl_dist.report.overhead import overhead_note, overhead_rows
 from adl_dist.report.page import parts
 from adl_dist.report.page.one_run import NO_TIMELINE, results, stage_table, title_of
 from adl_dist.report.page.parts import MISSING, Curve, Part, chart, colour, places, table, text
-from adl_dist.report.runs import Run, add_labels, comparable, keys_of
+from adl_dist.report.runs import Run, add_labels, comparable
 
 LONGEST_LABEL = 48  # characters
 MOST_CURVES = 18  # in one chart
@@ -59,9 +59,8 @@ def _stages(runs: Sequence[Run]) -> Iterator[Part]:
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[Part]:
-    keys = [key for key in keys_of(runs) if key not in NOT_COMPARED]
-    differing = [key for key in keys if len({str(one.get(key, "")) for one in comparable(key, runs)}) > 1]
-    if telling := [[key, *(str(run.settings.get(key, "")) for run in runs)] for key in differing]:
+    keys = [key for key, those in comparable(runs).items() if len({str(one.get(key, "")) for one in those}) > 1]
+    if telling := [[key, *(str(run.settings.get(key, "")) for run in runs)] for key in keys if key not in NOT_COMPARED]:
         yield table([["setting", *(run.label for run in runs)], *telling], texts=range(1, len(runs) + 1))
     else:
         yield text("The settings of these runs are the same.")
