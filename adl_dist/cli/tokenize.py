@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,10 +60,12 @@ def tokenize(arguments: Sequence[str]) -> None:
             unfinished.write_text(vocabulary.to_json(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {folder} cannot be written: {error.strerror}; choose another place") from error
+    # Hydra takes other letters than these in quotes only.
+    words = [name if re.fullmatch(r"[\w./-]+", name, re.ASCII) else f'"{name}"' for name in map(str, outs)]
     sys.stdout.write(
         f"{outs[0]}: {counts[0]:,} tokens\n{outs[1]}: {counts[1]:,} tokens\n{outs[2]}: {vocabulary.size:,} kinds "
-        f"({vocabulary.kind})\nto train on them: adl-dist train model=gpt data=tokens data.train={outs[0]} "
-        f"data.validation={outs[1]}\n"
+        f"({vocabulary.kind})\nto train on them: adl-dist train model=gpt data=tokens "
+        f"{shlex.join([f'data.train={words[0]}', f'data.validation={words[1]}'])}\n"
     )
 
 

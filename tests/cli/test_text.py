@@ -13,7 +13,7 @@ from torch import nn
 import adl_dist
 from adl_dist import models
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
-from adl_dist.cli.config.compose import config_folder
+from adl_dist.cli.config.compose import compose_run, config_folder
 from adl_dist.cli.main import main
 from adl_dist.cli.tokenize import tokenize
 from adl_dist.cli.trained import generate
@@ -139,6 +139,14 @@ def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
     assert vocabulary.decode(train) == "".join(text[:at] for text, at in zip(TEXTS, behind, strict=True))
     assert vocabulary.decode(validation) == "".join(text[at:] for text, at in zip(TEXTS, behind, strict=True))
     assert f"{len(train):,} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["out", "two w\u00f6rds"])
+def test_the_command_that_tokenize_prints_can_be_pasted(tmp_path, files, capsys, name):
+    tokenize([*files, "--out", str(tmp_path / name)])
+    words = shlex.split(capsys.readouterr().out.partition("adl-dist train ")[2])
+    config, _ = compose_run(words)
+    assert config.data["validation"] == str(tmp_path / name / "validation.bin")
 
 
 def test_a_text_that_is_not_utf_8_has_bytes_only(tmp_path):
