@@ -30,7 +30,6 @@ from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.stage import in_dtype
 from adl_dist.stage.metrics import PERPLEXITY
 
-OTHER_FORMATS = (".onnx", ".gguf", ".h5", ".npz")
 GROUPS = ("model", "data", "loss", "train.metrics")  # of the settings that these commands take
 OF_TRANSFORMERS = "adl_dist.models.hf_model"  # model._target_ of a run whose weights from_pretrained can load
 KEYS = {"_target_", "task", "config", "weights", "download"}  # of that node; others replace entries of config.json
@@ -108,7 +107,7 @@ def export(arguments: list[str]) -> None:
     out = Path(options["out"]).absolute()
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
-    if out.suffix in OTHER_FORMATS:
+    if out.suffix in (".onnx", ".gguf", ".h5", ".npz"):
         raise ConfigError(f"out={out}: export writes a state_dict; give a name like {SINGLE} or model.pt")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")

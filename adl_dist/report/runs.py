@@ -140,7 +140,7 @@ class Run:
     @property
     def is_of_script(self) -> bool:
         """Whether the run is a script's: its config.yaml lacks many settings."""
-        return not {"partition", CONTENDER} & self.config.keys()
+        return "partition" not in self.config
 
     @property
     def seed(self) -> int:
