@@ -282,10 +282,7 @@ class First(nn.Module):
 @pytest.mark.parametrize(
     ("info", "told"),
     [
-        (
-            {"gets_grad": (True, True)},
-            r"that reach it .* 0, \[True, False\] take .* but \[True, True\] did in the trial",
-        ),
+        ({"gets_grad": (True, True)}, r"that reach it .* 0, \[True, False\] take .* but \[True, True\] did in the"),
         ({"out_needs_grad": (False,)}, r"that leave it .* 0, \[True\] take a gradient, but \[False\] did in the trial"),
     ],
 )

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 class UnitCost:
     """The costs of one unit for one micro-batch, in seconds and bytes.
 
-    A unit is a layer or a block. A negative or infinite cost raises a ConfigError.
+    A unit is a layer or a block.
     """
 
     name: str
@@ -55,13 +55,6 @@ class UnitCost:
     grad_coding: float = 0.0  # likewise, gradients
     may_cut: bool = True  # whether it is possible at all
     reason: str = ""  # why it is not
-
-    def __post_init__(self) -> None:
-        for name, cost in vars(self).items():
-            if name in ("name", "reason", "spared", "tied"):
-                continue
-            if not (isinstance(cost, int | float) and 0 <= cost < math.inf):
-                raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
 
     def coded(self, codecs: Codecs, coding: Mapping[str, CodingCost]) -> "UnitCost":
         """Return the costs for activations and gradients coded by ``codecs``."""
@@ -192,17 +185,6 @@ class Machine:
     codecs: Codecs = PLAIN  # the codecs of activations and gradients on links
     coding: Mapping[str, CodingCost] = field(default_factory=dict)  # by codec, the seconds to code and to decode
 
-    def __post_init__(self) -> None:
-        if any(not 0 < speed < math.inf for speed in self.speeds or ()):
-            raise ConfigError(f"machine.speeds must be finite and above 0, got {self.speeds}")
-        if not all(one > 0 for one in _listed(self.bandwidth)):
-            raise ConfigError(f"machine.bandwidth must be above 0, got {self.bandwidth}")
-        if self.shares_link and isinstance(self.bandwidth, Sequence):
-            raise ConfigError(f"machine.shares_link needs one bandwidth for all, got {self.bandwidth}")
-        for name in ("latency", "seconds_per_byte", "seconds_per_message"):
-            if not all(0 <= one < math.inf for one in _listed(getattr(self, name))):
-                raise ConfigError(f"machine.{name} must be finite and at least 0, got {getattr(self, name)}")
-
     def bandwidth_after(self, stage: int) -> float:
         """Return the bandwidth of the link after ``stage``, in bytes per second."""
         return self.bandwidth[stage] if isinstance(self.bandwidth, Sequence) else self.bandwidth
@@ -233,10 +215,10 @@ class Machine:
 
     def speeds_of(self, num_stages: int) -> Sequence[float]:
         """Return the speed of each stage's device, or raise a ConfigError."""
-        if self.speeds is not None and len(self.speeds) != num_stages:
-            num = len(self.speeds)
-            raise ConfigError(f"machine.speeds={self.speeds} has {num} entries, but there are {num_stages} stages")
-        return self.speeds or [1.0] * num_stages
+        speeds = [1.0] * num_stages if self.speeds is None else [*self.speeds]
+        if len(speeds) != num_stages:
+            raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers for {num_stages} stages")
+        return speeds
 
 
 def _listed(value: float | Sequence[float]) -> Sequence[float]:

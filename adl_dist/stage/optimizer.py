@@ -36,8 +36,6 @@ def stage_optimizer(
     if not any(p.requires_grad for p in parameters.values()):
         return None
     expected = "expected a function of a stage's parameters, like lambda p: torch.optim.SGD(p, lr=0.1)"
-    if not callable(factory):
-        raise ConfigError(f"optimizer is a {type(factory).__name__}; {expected}")
     try:
         made = factory([*parameters.values()])
     except Exception as error:  # the user's own code: say whose it is and what it said

@@ -127,11 +127,7 @@ class PartitionedModel:
     peak_tflops: float | None = None  # of a device, if that is given
 
     def __post_init__(self, model: nn.Module) -> None:
-        speeds = self.spec.speeds
-        if speeds is not None and (len(speeds) != self.num_stages or min(speeds) <= 0):
-            raise ConfigError(
-                f"partition.device_speeds={list(speeds)} must be {self.num_stages} numbers above 0, one per stage"
-            )
+        Machine(speeds=self.spec.speeds).speeds_of(self.num_stages)  # refuses another number of them
         if self.weights is not None and self.spec.balance == "auto":
             raise ConfigError(
                 "partition.balance=auto measures units with their weights, but the model is on torch.device('meta'); "

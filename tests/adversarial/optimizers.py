@@ -253,5 +253,9 @@ OPTIMIZERS = {
     "sharpness": of(Sharpness, lr=0.1),
     "not_an_optimizer": NotAnOptimizer,
 }
-REFUSED = {"lbfgs": "closure|LBFGS", "sharpness": "closure|Sharpness", "not_an_optimizer": "optimizer|Optimizer"}
+REFUSED = {
+    "lbfgs": "LBFGS.step needs a closure, which evaluates the loss itself, and no pipeline can do that; choose another",
+    "sharpness": "optimizer: Sharpness fails in update 0: TypeError: SAM needs a closure .*; expected step",
+    "not_an_optimizer": "optimizer must return a torch.optim.Optimizer, got NotAnOptimizer; expected a function of",
+}
 BUILDS = {"torchs_muon": matrices, "muon_partly_frozen": partly_frozen, "filtering": front_frozen, "by_name": named}

@@ -84,7 +84,7 @@ def test_an_optimizer_that_cannot_train_is_refused(name, word, K):
 
 def test_an_optimizer_of_the_whole_model_is_refused():
     model = model_of(net)
-    with pytest.raises(adl_dist.AdlError, match="optimizer"):
+    with pytest.raises(adl_dist.AdlError, match="stage 0: the optimizer holds parameters that are not of this stage"):
         trained(lambda _: torch.optim.SGD(model.parameters(), lr=0.05), 2, lambda: model)
 
 

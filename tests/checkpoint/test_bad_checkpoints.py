@@ -6,14 +6,17 @@ import pickle
 import random
 import resource
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from adl_dist.checkpoint import layout, storage, tensor_files
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.checkpoint.tensor_files import Shard
+from adl_dist.checkpoint.weight_files import WeightFiles
 from adl_dist.errors import CheckpointError, UnusableError
 from adl_dist.training.lazy_weights import load_initial
 from tests.support.ranks import run_ranks
@@ -85,13 +88,16 @@ def test_a_checkpoint_of_another_model_is_passed_over(two):
         assert_passed_over(older, path, match)
 
 
-def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
+def test_where_none_is_good_all_are_told_and_stay_as_they_are(two, monkeypatch):
     for path in two:
         (path / FIRST).unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 .* nothing was changed: .*update-00000002.*0001") as told:
         newest_good(*two[::-1])
     assert not isinstance(told.value, UnusableError)
     assert layout.complete(two[0].parent) == list(two)
+    monkeypatch.setattr(storage, "move", Mock(side_effect=OSError("busy")))
+    with pytest.raises(CheckpointError, match=r"update-00000001 cannot be moved to rejected-.*: busy; move it"):
+        layout.reject(two[0])
 
 
 @pytest.mark.parametrize(
@@ -209,3 +215,20 @@ class Holder(nn.Module):
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(4))
         self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+
+def test_weights_that_a_model_cannot_take_are_refused(tmp_path):
+    tied, file, fails = nn.Sequential(*(nn.Linear(2, 2) for _ in "ab")), tmp_path / "model.safetensors", nn.Linear(2, 2)
+    save_file({name: torch.rand(value.shape) for name, value in tied.state_dict().items()}, file)
+    files = WeightFiles.at(file)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=r"cannot be read any more .OSError: .* has become shorter"):
+        files.load_into(tied)
+    torch.save({name: value + 1 for name, value in tied.state_dict().items()}, tmp_path / "state.pt")
+    tied[1].weight = tied[0].weight
+    with pytest.raises(CheckpointError, match=r"0.weight and 1.weight are one tensor in this model and have diff"):
+        load_initial(tied, tmp_path / "state.pt")
+    torch.save(fails.state_dict(), tmp_path / "state.pt")
+    fails.register_load_state_dict_pre_hook(lambda *_: int("mine"))
+    with pytest.raises(CheckpointError, match="cannot be loaded: ValueError: invalid literal for int"):
+        load_initial(fails, tmp_path / "state.pt")

@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_early_stopping_of_two_runs_follows_each_as_it_is(tmp_path):
     assert fitted_with(stopping, tmp_path / "own", loss_fn=own_loss)[1] == "validation_loss"
     assert fitted_with(stopping, tmp_path / "torch", loss_fn=nn.CrossEntropyLoss())[1] == "validation_accuracy"
     assert stopping.goal == Goal()
+    with pytest.raises(ConfigError, match="watches validation_accuracy, but what is measured is validation_loss; give"):
+        adl_dist.EarlyStopping(metric="validation_accuracy").on_epoch(SimpleNamespace(metrics={"validation_loss": 1.0}))
 
 
 def test_a_metric_without_its_prefix_is_told_with_it():

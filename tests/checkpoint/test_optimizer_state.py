@@ -151,9 +151,7 @@ def test_one_cycle_moves_the_momentum_and_is_not_stored(tmp_path):
 )
 def test_values_of_a_whole_stage_need_the_same_cut(make, told, tmp_path):
     Run(make).fit(tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match=rf"\(num_stages 2, .*\) holds values .* \({told}\), and .* cut differently"
-    ):
+    with pytest.raises(CheckpointError, match=rf"\(num_stages 2, .*\) holds .* \({told}\), and .* cut differently"):
         Run(make, 3).fit(tmp_path, 2)
     assert_same(Run(make).fit(tmp_path, 2), Run(make).fit(None, 2))
 

@@ -76,9 +76,7 @@ class Run:
             name = names.pop(id(parameter))
             state[f"lr of {name}"] = torch.tensor(group["lr"], dtype=torch.float64)
             assert optimizer.state[parameter], f"nothing is remembered of {name}"
-            state |= {
-                f"{key} of {name}": torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()
-            }
+            state |= {f"{key} of {name}": torch.as_tensor(v).clone() for key, v in optimizer.state[parameter].items()}
         assert names == {}, "every parameter belongs to the optimizer of its stage"
         return state
 

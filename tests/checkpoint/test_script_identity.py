@@ -74,10 +74,7 @@ def test_an_edited_script_is_refused_with_both_values(before, after, told, tmp_p
 @pytest.mark.parametrize(
     "script",
     [
-        lambda: {
-            "optimizer": lambda p: torch.optim.SGD([*p], lr=0.1),
-            "loss_fn": lambda out, target: squares(out, target),
-        },
+        lambda: {"optimizer": lambda p: torch.optim.SGD([*p], lr=0.1), "loss_fn": lambda out, y: squares(out, y)},
         lambda: {"optimizer": two_groups([0.1, 0.2]), "loss_fn": Counting()},
         lambda: {"lr_schedule": cosine, "optimizer": partial(torch.optim.SGD, lr=torch.tensor(0.1))},
     ],

@@ -297,9 +297,7 @@ def test_a_run_of_processes_that_is_killed_continues_from_s3(s3, tmp_path):
 
 
 def test_a_url_that_cannot_be_used_is_told():
-    with pytest.raises(
-        ConfigError, match="nothing:// cannot be used: Protocol not known: nothing; give a local folder"
-    ):
+    with pytest.raises(ConfigError, match="nothing:// cannot be used: Protocol not known: nothing; give a local"):
         fit("nothing://bucket/run", 1)
 
 

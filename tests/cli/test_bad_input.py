@@ -52,10 +52,7 @@ IMAGES, NO_SAMPLES = f"data._target_={USER}.images", ["expected samples", "Image
 # What only shows when the stages meet the data: refused before training, and nothing but a log is left.
 MISFITS = [
     (["partition.balance=[1,2]"], ["balance=[1, 2]", "expected 2 numbers", "5 blocks (stem, layer1_0", "add up to 3"]),
-    (
-        [BY_BLOCKS, "partition.num_stages=6"],
-        ["needs 5 cuts", "can be cut in 4 place(s)", "use at most"],
-    ),
+    ([BY_BLOCKS, "partition.num_stages=6"], ["needs 5 cuts", "can be cut in 4 place(s)", "use at most"]),
     ([f"model._target_={USER}.second_half_does_not_fit"], ["the model gets", "fails on it in Linear(", "2x8 and 9x8"]),
     (["loss._target_=torch.nn.MSELoss"], ["stage 1: the loss", "float32[B, 10]", "int64[B]", "loss._target_"]),
     ([f"loss._target_={USER}.loss_of_nothing"], ["stage 1: the loss returned None", "expected a tensor of one number"]),
@@ -77,19 +74,13 @@ IN_TRAINING = [
     BAD_VALIDATION,
     ([f"data._target_={USER}.raises_at_a_sample"], ["training dataset: sample 20: RaisesAt raised ZeroDivisionError"]),
     ([f"model._target_={USER}.exits_at", "model.at=6"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
-    (
-        ["optimizer.lr=1e20"],
-        ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES, "without targets, or NaN in the data?"],
-    ),
+    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES, "or NaN in the data?"]),
     (
         [f"loss._target_={USER}.InfiniteLoss"],
         ["stage 1: the loss is inf at update 0 (epoch 1); no rate has acted yet: look in", "an update without targets"],
     ),
     # One update in each epoch: its loss was still that of the weights before.
-    (
-        ["data.num_samples=16", "optimizer.lr=1e20"],
-        ["stage 1", "validation loss is nan", "(epoch 1)", *DIVERGES],
-    ),
+    (["data.num_samples=16", "optimizer.lr=1e20"], ["stage 1", "validation loss is nan", "(epoch 1)", *DIVERGES]),
 ]
 
 
@@ -159,13 +150,15 @@ def test_a_run_that_failed_before_an_update_leaves_its_folder(tmp_path):
 
 
 @pytest.mark.usefixtures("_no_process")
-def test_a_run_folder_that_cannot_be_made_says_why(tmp_path):
+def test_a_run_folder_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     before = snapshot(tmp_path)
     reasons = {"file/run": "is a file", "file": "is a file", "r" * 300: "File name too long"}
     for name, reason in reasons.items():
         line = refused(*words(tmp_path / name, processes=True))
         shows(line, [f"run_dir={tmp_path / name} cannot be used", reason, "choose another run_dir"])
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    shows(refused(*words(tmp_path / "run", processes=True)), [f"cannot be used: {tmp_path} is not writable; choose"])
     assert snapshot(tmp_path) == before
 
 
@@ -281,9 +274,7 @@ def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tm
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
     for wanted in (tmp_path, "worst"):
         line = refused(*command, f"run_dir={run_dir}", f"checkpoint={wanted}")
-        shows(
-            line, [f"checkpoint={wanted}: ", "expected best, which needs a validation, newest, or a checkpoint folder"]
-        )
+        shows(line, [f"checkpoint={wanted}: ", "expected best, which needs a validation, newest, or a checkpoint"])
     shutil.rmtree(run_dir / "checkpoints")
     line = refused(*command, f"run_dir={run_dir}")
     shows(line, [f"{run_dir} holds no complete checkpoint"])
@@ -331,10 +322,5 @@ def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts,
 def test_a_device_without_memory_is_told_with_what_needs_less(tmp_path):
     outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.hungry", "model.at=5"))
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
-    parts = [
-        "adl-dist: no memory left: OutOfMemoryError: CUDA out of memory. Tried",
-        "GPU 0 has",
-        "method.accumulation_steps",
-        "the traceback",
-    ]
+    parts = "no memory left: OutOfMemoryError: CUDA out", "GPU 0 has", "method.accumulation_steps", "the traceback"
     shows(outcome.err, parts)

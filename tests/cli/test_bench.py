@@ -174,6 +174,8 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
         return Child(command=[sys.executable, "-c", f"'{tmp_path}'; {code}"], log=tmp_path / f"{name}.log")
 
     sleeper = child("sleeper", "import time; time.sleep(60)")
+    with pytest.raises(ChildFailed, match="/nowhere cannot be started: No such file or directory"):
+        run_together([Child(command=["/nowhere"], log=tmp_path / "log")])
     with pytest.raises(ChildFailed, match="still ran after 1 s and was ended"):
         run_together([sleeper], timeout_seconds=1)
     began = time.monotonic()

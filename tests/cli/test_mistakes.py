@@ -16,6 +16,7 @@ TINY = (f"model._target_={USER}.good", f"data._target_={USER}.images", "train.ba
 PLAN = ("plan", *TINY, "--links", "8gbit,20us", "--neighbours", "0")
 BENCH = ("bench", *TINY, "--out", "out")
 COSTS = ("schedule", "--costs")
+SPEEDS = ("partition.balance=auto", "partition.device_speeds=[1,2,3]")
 SWEEP = ("train", "-m", "run_dir=run")
 
 # Settings of ``train``, next to those of a tiny run.
@@ -53,6 +54,8 @@ SETTINGS = {
     "partition.balance=evn": ["partition.balance must be one of 'flops', 'even', 'auto', a list of", "got 'evn'"],
     "partition.device_speeds=[1,2]": ["device_speeds weighs a measured cut; it needs partition.balance=auto"],
     # no KEY=VALUE
+    "=5": ["'=5' names no key; write KEY=VALUE"],
+    "method.name=adl": ["choose a method by method=NAME, which brings its settings along"],
     "train": ["'train' cannot be read; write KEY=VALUE"],
     "--epochs=5": ["unknown option --epochs; did you mean 'train.epochs=5'?"],
     "sweep.variants.x=[method=bp]": ["x=[method=bp]' cannot be read", "sweep.variants.stale=['method=adl','method."],
@@ -62,11 +65,7 @@ SETTINGS = {
     "train.batch_size=${nosuch}": ["Interpolation key 'nosuch' not found"],
     "run_dir=${nosuch:1}": ["Unsupported interpolation type nosuch; understood are ${KEY}, ${now:%H%M}"],
     "run_dir=${hydra:job.name}": ["HydraConfig was not set; understood are ${KEY}"],
-    "seed=${oc.decode:${now:%f}}": [
-        "cannot be read; write KEY=VALUE",
-        "resolvers in resolvers: ",
-        "seed='${oc.decode:${oc.env:SEED}}'",
-    ],
+    "seed=${oc.decode:${now:%f}}": ["cannot be read; write KEY=VALUE", " resolvers: ", "seed='${oc.decode:${oc.env:S"],
     # models and data that do not go together
     "model=gpt": ["has no vocab_size, which model=gpt needs; give model.vocab_size=VALUE, or choose another data"],
     "data=imagefolder": ["data.root must be given: add data.root=VALUE"],
@@ -76,11 +75,10 @@ SETTINGS = {
     "optimizer.momentumm=0.1": ["did you mean 'optimizer.momentum'?", "torch.optim.SGD"],
     "optimizer.lr=-1": ["optimizer: torch.optim.SGD failed: ValueError: Invalid learning rate: -1"],
     "loss.foo=1": ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"],
-    "model._target_=nosuch.module.Net": [
-        "model._target_=nosuch.module.Net",
-        "No module named 'nosuch'",
-        "in this folder",
-    ],
+    "model._target_=nosuch.Net": ["nosuch.Net cannot be imported", "No module named 'nosuch'", "in this folder"],
+    f"model._target_={USER}.answer": [f"{USER}.answer is a int, not something to call"],
+    "model._target_=5": ["must name a callable, for example model._target_=my.module.make"],
+    "runtime.loggers=[5]": ["loggers[0]: expected my.module.make, or {_target_: my.module.make, KEY: VALUE}, got 5"],
     f"model._target_={USER}.god": [f"model._target_={USER}.god: {USER} has no 'god'; did you mean good?"],
     f"optimizer._target_={USER}.no_optimizer": [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"],
     "loss._target_=builtins.print": ["builtins.print returned NoneType", "expected a callable that takes (output"],
@@ -100,11 +98,10 @@ BY_RANKS = {
     (f"model._target_={USER}.no_module",): [f"{USER}.no_module returned str", "expected a torch.nn.Module"],
     ("init_from=nosuch.pt",): ["init_from=nosuch.pt cannot be read (FileNotFoundError", "expected a state_dict"],
     ("data=cifar10", f"data.root={NOWHERE}"): ["CIFAR-10", "data.download=true", "cifar-10-batches-py", NOWHERE],
-    ("data=imagefolder", f"data.root={NOWHERE}"): [
-        "there is no train and no val",
-        "one folder for each class",
-        NOWHERE,
-    ],
+    ("data=imagefolder", f"data.root={NOWHERE}"): [NOWHERE, "one folder for each class", "no train and no val"],
+    ("data=imagenet", f"data.root={NOWHERE}"): ["ImageNet: ", "ILSVRC2012_img_train.tar", f"to {NOWHERE} and run"],
+    ("runtime.meta_init=true", "model._target_=torch.nn.Identity"): ["Identity has no tensors, or some that are not"],
+    ("data._target_=platform.uname",): ["platform.uname returned a tuple of 6; expected a pair (training data"],
 }
 COMMANDS = [
     (["trian"], ["there is no command 'trian'; did you mean train?; choose one of train, "]),
@@ -114,6 +111,9 @@ COMMANDS = [
     (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
     (["export", "run_dir=a b"], ["adl-dist export 'a b' out=model.safetensors"]),
     (["compare", ""], ["takes run folders", "adl-dist compare RUNS"]),
+    (["export", "x", "out=a", "out=b"], ["adl-dist export takes one out=, got a and b"]),
+    (["report", "s3://x"], ["adl-dist report reads a copy of s3://x; say where to write by out="]),
+    (["race"], ["adl-dist race has moved in 0.4.0: python -m benchmarks.race"]),
     (["report"], ["takes run folders", "adl-dist report RUNS"]),
     (["report", "."], [" holds no run: expected the folder of a run, or one that holds such folders"]),
     (["train", "model=gpt", "data=tokens", "data.train=null"], ["data.train=None: expected the file of tokens"]),
@@ -121,21 +121,16 @@ COMMANDS = [
     # schedule
     (["schedule", "partition.num_stage=3"], ["'partition.num_stage'; did you mean 'partition.num_stages'?"]),
     (["schedule", "--js"], ["--js", "adl-dist schedule --help"]),
-    (
-        ["schedule", "--micro-batches", "0"],
-        ["--micro-batches: expected a whole number of at least 1 and at most 100000, got 0"],
-    ),
+    (["schedule", "--micro-batches", "0"], ["expected a whole number of at least 1 and at most 100000, got 0"]),
     (["schedule", "method.delay=auto"], ["method.delay=auto follows from measured stages", "adl-dist plan prints"]),
     (["schedule", "--out", "a.jpg"], ["a.jpg must end in .svg"]),
     ([*COSTS, "{forward: 1}"], ["--costs {forward: 1}: expected forward and backward"]),
     ([*COSTS, "{forward: [1, 2, 3], backward: 2}"], ["forward=[1, 2, 3]: expected a number", "for 2 stages"]),
-    ([*COSTS, "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+    ([*COSTS, "nowhere.yaml"], ["nowhere.yaml is neither a YAML mapping nor a file of one: ", "No such file"]),
     # plan
     ([*PLAN, "--stages", "a"], ["--stages: expected a whole number of at least 2, got a"]),
-    (
-        [*PLAN, "--stages", "2", "partition.balance=auto", "partition.device_speeds=[1,2,3]"],
-        ["device_speeds=[1, 2, 3] has 3 numbers for 2 stages"],
-    ),
+    ([*PLAN, "--stages", "2", *SPEEDS], ["device_speeds=[1, 2, 3] has 3 numbers for 2 stages"]),
+    (["plan", "data=cifar10", f"data.root={NOWHERE}"], ["CIFAR-10: ", "; or describe a sample: --input 3,224,224"]),
     ([*PLAN, "--links", "fast"], ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
     ([*PLAN, "--methods", "adl,nope"], ["no method 'nope'", "gpipe"]),
     ([*PLAN, "--max-staleness", "0.5"], ["--max-staleness was removed in 0.4.0", "method.max_staleness=0.5"]),
@@ -144,14 +139,13 @@ COMMANDS = [
     ([*BENCH, "--contenders", "adl,nope"], ["there is no 'nope'", "torch-gpipe"]),
     ([*BENCH, "--contenders", "torch-gpipe", "partition.num_stages=1"], ["no contender is left", "several processes"]),
     ([*BENCH, "--repetitions", "0"], ["--repetitions: expected a whole number of at least 1, got 0"]),
-    (
-        [*BENCH, "runtime.loggers=[x.y]", "train.non_finite=skip", "runtime.gradient_codec=int8"],
-        ["runtime.gradient_codec and runtime.loggers and train.non_finite would apply to our methods alone"],
-    ),
+    ([*BENCH, "runtime.loggers=[x.y]", "train.non_finite=skip"], ["loggers and train.non_finite would apply to our"]),
+    ([*BENCH, f"loss._target_={USER}.sum_and_count"], ["is a mean; here is a loss that returns (sum, count): use adl"]),
     # several runs
     (["train", "sweep.jobs=2"], ["sweep.jobs=2 means nothing to a single run", "--multirun"]),
     (["train", "hydra/launcher=basic"], ["hydra/launcher=basic means nothing to a single run", "--multirun"]),
     ([*SWEEP, "seed=0,1", "hydra/launcher=slurm"], ["pip install -c constraints.txt -e '.[slurm]'"]),
+    (["train", "-m", "run_dir=s3://x"], ["run_dir=s3://x: a sweep needs a local folder"]),
     ([*SWEEP, "seed=0,0"], ["would both be written to"]),
     ([*SWEEP, "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
     *(
@@ -183,6 +177,13 @@ def test_a_mistake_is_one_line_before_any_process_starts(override, tmp_path):
 def test_a_mistake_is_one_line_before_anything_is_written(overrides, tmp_path):
     shows(in_process(*words(tmp_path / "run", *overrides)).refusal(), BY_RANKS[overrides])
     assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize("command", [["bench"], ["train", "-m"]])
+def test_a_rank_of_torchrun_starts_no_processes(command, monkeypatch):
+    for module in (bench, sweep):
+        monkeypatch.setattr(module, "launched_world_size", lambda: 2)
+    shows(in_process(*command).refusal(), ["processes", "; start ", "without torchrun"])
 
 
 @pytest.mark.parametrize(("command", "parts"), COMMANDS, ids=[" ".join(command) for command, _ in COMMANDS])

@@ -5,15 +5,19 @@ import multiprocessing
 import os
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from adl_dist.cli.config.compose import balance_word, compose_run
 from adl_dist.cli.plan.command import line_to_paste
-from adl_dist.cli.plan.profiler import Profiler, measure_link
+from adl_dist.cli.plan.profiler import Profiler, link_figures, measure_link
 from adl_dist.codecs import Codecs
+from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, best_of, predict
@@ -209,9 +213,7 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
     assert told.count("not possible: K = 99: --stages 99 needs 98 cuts") == 1
     shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["adl by codec, over these links:", "3  4  int4 ", "K = 3: no codec is needed"])
-    shows(
-        told, [" images/s ", "stem.conv", "layer3_0.conv2", "without a pipeline: one device", "DDP on 3", "recommended"]
-    )
+    shows(told, [" images/s ", "stem.conv", "layer3_0.conv2", "without a pipeline: one", "DDP on 3", "recommended"])
     facts = json.loads(done(*TINY, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
     (adl,) = facts["predictions"]
     assert sum(adl["balance"]["sizes"]) == len(facts["profile"]["units"])
@@ -253,3 +255,24 @@ def test_the_line_trains_the_very_method_that_was_predicted():
         "data.num_samples=7 partition.tied=untie method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' "
         "partition.num_stages=2 'partition.balance=[u4]'"
     )
+
+
+def test_heads_of_a_method_are_not_predicted():
+    for name, told in (("dgl", "its local losses have heads that are not"), ("dni", "its heads are not measured")):
+        with pytest.raises(ConfigError, match=told):
+            predict(known(), Pipeline(method(name), 2))
+
+
+def test_a_process_that_dies_while_it_measures_is_told(monkeypatch):
+    pool, spawn = Mock(), Mock()
+    pool.return_value.map.side_effect = BrokenProcessPool
+    monkeypatch.setattr("adl_dist.cli.subprocesses.ProcessPoolExecutor", pool)
+    with pytest.raises(ChannelError, match=r"two processes could not .*process that measures was killed; is"):
+        link_figures("cpu")
+    spawn.Pipe.return_value = Mock(recv=Mock(side_effect=[None, EOFError])), Mock()
+    spawn.Process.return_value.is_alive.return_value = False
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: spawn)
+    profiler = SimpleNamespace(threads=1, _shape=None, _config=None)
+    for told in ("one of 1 processes that trained .* was killed; is there", "next to the measuring one: it was killed"):
+        with pytest.raises(ConfigError, match=told), Profiler._others_at_work(profiler, 1, 4):
+            pass

@@ -4,12 +4,15 @@ import csv
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli import sweep
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.sweep import requested
@@ -122,6 +125,9 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path):
         pass
     with pytest.raises(BlockingIOError), sweep.locked(tmp_path):  # what blocks inside is not another sweep
         raise BlockingIOError
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/run cannot be made: Not a directory; choose another run_dir"):
+        make_folder(tmp_path / "file/run")
 
 
 def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
@@ -163,3 +169,10 @@ def test_as_many_runs_as_there_are_cores_for(processes, at_once, words, most, mo
     jobs = [SimpleNamespace(config=config[K], program=[], overrides=[str(K)], folder=tmp_path) for K in processes]
     assert [code for _, code in sweep._run_here(jobs, at_once=at_once)] == [0] * len(processes)
     assert in_use == most
+
+
+def test_a_launcher_that_ends_no_run_is_told(tmp_path, monkeypatch):
+    swept = replace(requested(["-m", "seed=0,1", f"run_dir={tmp_path}"]), launcher=["hydra/launcher=basic"])
+    monkeypatch.setattr(sweep.Plugins, "instance", Mock(side_effect=LookupError("no cluster")))
+    with pytest.raises(ConfigError, match="basic has brought none of the runs to an end: no cluster"):
+        sweep._submit(swept.jobs, swept)

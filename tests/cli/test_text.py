@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_a_model_that_has_learnt_the_text_continues_it(run_dir, capsys):
     """Also far behind the end of its context."""
     generate([str(run_dir), "prompt=defg", "max_tokens=30", "temperature=0"])
     assert capsys.readouterr().out.strip() == (TEXT[3:])[:34]
+    with pytest.raises(ConfigError, match=r"temperature=a: expected a number, like 1\.0"):
+        generate([str(run_dir), "temperature=a"])
+    with pytest.raises(ConfigError, match="has no vocabulary of adl-dist tokenize, which generate needs to"):
+        generate([str(run_dir), "data.train=nowhere/train.bin"])
 
 
 def test_the_run_of_a_script_takes_its_model_and_tokens_by_name(run_dir, tmp_path, capsys):
@@ -149,12 +154,22 @@ def test_the_command_that_tokenize_prints_can_be_pasted(tmp_path, files, capsys,
     assert config.data["validation"] == str(tmp_path / name / "validation.bin")
 
 
-def test_a_text_that_is_not_utf_8_has_bytes_only(tmp_path):
+def test_a_text_that_is_not_utf_8_has_bytes_only(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(("Größe " * 40).encode("latin-1"))
     words = [str(tmp_path / "a"), "--out", str(tmp_path / "out"), "--level"]
     refusal = in_process("tokenize", *words, "char").refusal()
     shows(refusal, ["byte 2 is not UTF-8; convert the file, or use --level byte"])
     assert in_process("tokenize", *words, "byte").code == 0
+    (tmp_path / "b").write_text("")
+    monkeypatch.setattr(sys.modules[tokenize.__module__], "MOST_TOKENS", 3)
+    for name, out, told in (
+        ("a", "out", "is there already and would be written over; choose another --out"),
+        ("a", "a/out", "a/out cannot be written: Not a directory; choose another place"),
+        ("a", "c", "more than 3 tokens do not fit into one file; give fewer files at a time"),
+        ("b", "c", "b: too little text for training and validation"),
+        ("nowhere", "c", "nowhere cannot be read (No such file or directory); give files of text"),
+    ):
+        shows(in_process("tokenize", str(tmp_path / name), "--out", str(tmp_path / out)).refusal(), [told])
 
 
 def test_a_file_of_tokenizers_is_kept_with_the_tokens(tmp_path, files):

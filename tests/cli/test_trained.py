@@ -51,6 +51,10 @@ def test_data_of_other_settings_are_evaluated_and_no_others(run):
     assert own.out != others.out
     refusal = in_process("evaluate", str(run), "data.size=5").refusal()
     shows(refusal, ["there is no key 'data.size' in the data of this run, which takes num_samples, seed"])
+    refusal = in_process("evaluate", str(run), "model=resnet8").refusal()
+    shows(refusal, ["model=resnet8: ", " has a model, data and a loss of its own; give data.KEY=VALUE only"])
+    refusal = in_process("evaluate", str(run), "ema=true").refusal()
+    shows(refusal, ["holds no moving average of the weights: its run had none, or no update yet; omit ema=true"])
 
 
 def test_a_safetensors_export_is_written_one_tensor_at_a_time(run, tmp_path, monkeypatch):
@@ -162,11 +166,8 @@ def labelled():
 
 
 def test_a_scripts_run_by_the_loss_of_its_model_names_it(tmp_path):
-    trainer, (data, _), run_dir = (
-        toy_trainer(2, 2, model=WithLoss(), loss_fn="model"),
-        labelled(),
-        str(tmp_path / "run"),
-    )
+    (data, _), run_dir = labelled(), str(tmp_path / "run")
+    trainer = toy_trainer(2, 2, model=WithLoss(), loss_fn="model")
     how = {"epochs": 1, "batch_size": 8, "run_dir": run_dir, "monitoring": QUIET}
     summary = trainer.fit(data, val_dataset=data, **how)
     of_script = (f"model._target_={__name__}.WithLoss", f"data._target_={__name__}.labelled")

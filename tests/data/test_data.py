@@ -35,7 +35,7 @@ from adl_dist.data.datasets import (
     crop_and_flip,
     transform,
 )
-from adl_dist.errors import DataError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
 from adl_dist.training.input import DeviceLoader
@@ -122,9 +122,7 @@ def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers
     if end == "exhausted":
         assert len(list(batches)) == 1
     elif end == "raises":
-        with pytest.raises(
-            DataError, match="sample 7: Returns raised LookupError: the user's own words at "
-        ) as failure:
+        with pytest.raises(DataError, match="sample 7: Returns raised LookupError: the user's own words at") as failure:
             list(batches)
         assert failure.traceback  # it is alive, and so is whatever its frames hold
     else:
@@ -334,6 +332,15 @@ def test_other_numbers_of_classes_than_folders_are_refused(num_classes, tmp_path
     root = write_photographs(tmp_path)
     with pytest.raises(DataError, match=rf"each of {num_classes} classes, found 2; set num_classes=2"):
         built("data=imagefolder", f"data.root={root}", f"data.num_classes={num_classes}")
+
+
+def test_folders_of_other_classes_are_refused(tmp_path):
+    root = write_photographs(tmp_path)
+    (tmp_path / "val/cat").rename(tmp_path / "val/cow")
+    with pytest.raises(DataError, match="the same classes in train and val, but only one of them has cat, cow; class"):
+        imagefolder(root)
+    with pytest.raises(ConfigError, match=r"mean and data.std go together: three numbers each, of red, green and"):
+        imagefolder(root, mean=[0, 0, 0])
 
 
 def write_photographs(root, validation="val"):

@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import Subset
 from adl_dist.data import Loader, tokens
 from adl_dist.data.tokens import header_of, vocab_size_next_to
 from adl_dist.data.vocabulary import FILE, Vocabulary
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import AdlError, ConfigError, DataError
 
 IDS = np.arange(100) * 7 % 50
 
@@ -100,3 +101,34 @@ def test_what_is_encoded_is_decoded_again(tmp_path, vocabulary):
     ids = again.encode(text)
     assert int(ids.max()) < vocabulary.size
     assert again.decode(ids.tolist()) == text
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path):
+    written(tmp_path / "whole"), written(tmp_path / "short", IDS[:3], header=False)
+    (tmp_path / "new").write_bytes(struct.pack("<iii", 20240520, 7, 0).ljust(1024, b"\0"))
+    (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-1])
+    for name, options, told in (
+        ("new", {}, "new has a header of llm.c of version 7, which is not known; make it again"),
+        ("whole", {"dtype": "uint32"}, "dtype=uint32, but the header of .* says uint16; omit"),
+        ("cut", {}, "cut: expected 1,224 bytes, for 100 tokens of uint16, found 1,223; copy or make the file again"),
+        ("whole", {"context": 0}, "context must be at least 1 token, got 0"),
+        ("short", {}, r"the file has 3 tokens; expected at least data.context \+ 1 = 5; use more text"),
+    ):
+        with pytest.raises(AdlError, match=told):
+            tokens(*[str(tmp_path / name)] * 2, **{"context": 4, **options})
+
+
+def test_what_no_vocabulary_can_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "bytes").write_bytes(b"\xff"), (tmp_path / "other").write_text("{}")
+    with pytest.raises(ConfigError, match="'d' is none of the 3 characters that the tokens were made of; use others"):
+        Vocabulary.of_chars(["abc"]).encode("abd")
+    for name, told in (
+        ("bytes", "bytes is no text: byte 0 is not UTF-8; give another file"),
+        ("nowhere", "nowhere cannot be read .No such file or directory.; correct the path"),
+        ("other", "other is not a file of the package tokenizers: "),
+        ("other", "other needs the package tokenizers, which is not installed; pip install tokenizers, or"),
+    ):
+        if "installed" in told:
+            monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(AdlError, match=told):
+            Vocabulary.of_tokenizer(tmp_path / name)

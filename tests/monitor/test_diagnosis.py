@@ -91,9 +91,7 @@ CAUSES = {
             waits(2, "act 7", 1, counts={"RA": 7, "SG": 5}),
         ], None, LOST,
     ),
-    "a message of a stage that has finished": (
-        [idle(1, counts={"SA": 8}), waits(2, "act 7", 1, counts={"RA": 7})], None, LOST,
-    ),
+    "a message of a finished stage": ([idle(1, counts={"SA": 8}), waits(2, "act 7", 1, counts={"RA": 7})], None, LOST),
     "a cycle": ([waits(0, "grad 4", 1), waits(1, "act 9", 0)], None, "a cycle of waits, which is a bug of adl_dist"),
     **{
         f"a slow {what}": (

@@ -109,14 +109,8 @@ def built(target, **options):
 @pytest.mark.parametrize(
     ("make", "at"),
     [
-        (
-            lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=9),
-            "OneCycleLR fails after update 10 of the run's 30: Val",
-        ),
-        (
-            lambda o: lr_scheduler.LambdaLR(o, ([1.0] * 12).__getitem__),
-            "LambdaLR fails after update 12 .*: IndexError: list index",
-        ),
+        (lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=9), "OneCycleLR fails after update 10 of the run's 30"),
+        (lambda o: lr_scheduler.LambdaLR(o, ([1.0] * 12).__getitem__), "LambdaLR fails after update 12 .*: IndexError"),
     ],
 )
 def test_a_schedule_shorter_than_the_run_is_refused(make, at):
@@ -143,9 +137,7 @@ def fit(run_dir, **options):
 
 def test_a_run_that_outlasts_its_schedule_does_not_start(tmp_path):
     cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, cycle_momentum=False)
-    with pytest.raises(
-        ConfigError, match="OneCycleLR fails after update 3 of the run's 3: ValueError: Tried to step 3"
-    ):
+    with pytest.raises(ConfigError, match="OneCycleLR fails after update 3 of the run's 3: ValueError: Tried to step"):
         fit(tmp_path / "short", lr_schedule=partial(cycle, total_steps=2))
     assert not (tmp_path / "short" / "checkpoints").exists()
     assert fit(tmp_path / "follows", lr_schedule=cycle)["updates"] == 3

@@ -1,9 +1,11 @@
 """What each parameter is for is known of the uncut model, and so is the same in every cut."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from adl_dist.errors import ConfigError
 from adl_dist.optimizers import Muon, mark_roles
 
 
@@ -71,3 +73,18 @@ def test_parametrized_layers_have_the_roles_of_plain_ones():
 def test_a_tied_head_is_an_embedding_and_no_other_layer_the_head():
     found = matrices_of(marked(Sentence(ties=True)))
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
+
+
+REFUSED = [
+    ({"rest": "lion"}, "there is no 'lion'; choose one of adamw, sgd"),
+    ({"rest_options": {"foo": 3}}, "torch's AdamW refuses .* 'foo'; its options are lr"),
+    ({"rest_names": ["haed.*"]}, "no parameter of the model is called 'haed"),
+    ({"params": [{"params": []}]}, "takes the parameters themselves .* got a dict among"),
+    ({"params": [nn.Parameter(torch.zeros(2))]}, r"whether a parameter of shape \[2\] is of an embedding"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_an_option_that_muon_does_not_have_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Muon(**{"params": marked(Sentence()).parameters(), **options})

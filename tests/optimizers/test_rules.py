@@ -2,11 +2,13 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
+from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
-from adl_dist.optimizers import Muon, prepare, with_rules
+from adl_dist.optimizers import Muon, mark_roles, prepare, with_rules
 from tests.support.toys import batch_norm_net
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.5)
@@ -18,11 +20,7 @@ def groups_of(rules, model=None, make=SGD):
     ruled = with_rules(make, rules)
     prepare(model, ruled)
     names = {p: name for name, p in model.named_parameters()}
-    return [
-        ({names[p] for p in group["params"]}, group)
-        for group in ruled(model.parameters()).param_groups
-        if group["params"]
-    ]
+    return [({names[p] for p in g["params"]}, g) for g in ruled(model.parameters()).param_groups if g["params"]]
 
 
 def names_with(rules, key, value, **more):
@@ -96,3 +94,32 @@ def test_every_part_of_a_model_has_the_same_groups_in_order():
     parts = [options([p]) for p in model.parameters()]
     assert all(part == parts[0] for part in parts)
     assert len(parts[0]) == 4  # matrices, those with another momentum, the rest, norms
+
+
+REFUSED = [
+    ({"names": 3, "frozen": True}, "3: expected patterns for names and layers"),
+    ({"frozen": True}, "names no parameters; give names, layers, ndim"),
+    ({"names": "*", "lr_factor": 0}, "lr_factor must be a number above 0, got 0"),
+    ({"names": "*", "frozen": 1}, "frozen must be true or false, got 1"),
+    ({"names": "*", "lr": 1.0}, "lr is not for rules to set; give lr_factor"),
+    ({"names": "*wieght", "frozen": True}, r"parameter of the model is called '\*wieght'; near it are .*weight"),
+    ({"layers": "Linea", "frozen": True}, "no layer of the model is called 'Linea'; near it are Linear"),
+    ({"names": "*.bias", "ndim": 4, "frozen": True}, "is about no parameter: .* have 1, 2, 4 dim"),
+    ({"names": "*", "momentumm": 1}, r"SGD has no option 'momentumm' for 0.0.weight; did you mean momentum\?"),
+    ({"names": "*", "momentum": float("inf")}, "momentum=inf: expected a float, like 0.9"),
+    ({"names": "*", "momentum": -1}, r"torch's SGD refuses .*'momentum': -1, .*; its options"),
+]
+
+
+@pytest.mark.parametrize(("rule", "message"), REFUSED)
+def test_a_rule_that_cannot_be_followed_is_refused(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        groups_of([rule])
+
+
+def test_rules_are_a_list_and_freeze_only_by_the_trainer():
+    with pytest.raises(ConfigError, match="rules: expected a list of rules, got 'frozen'"):
+        with_rules(SGD, "frozen")
+    mark_roles(model := batch_norm_net())
+    with pytest.raises(ConfigError, match=r"rules freeze 0.0.weight, but it takes a gradient: give with_rules"):
+        with_rules(SGD, [{"names": "*", "frozen": True}])(model.parameters())

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -105,10 +106,7 @@ def normed_twice(net, x):
 CUTS = {
     "mode": (lambda: Net(back_and_forth), "'a' needs a value that 'b' makes after the cut"),
     "memory": (lambda: Net(writes_to_shared), "writes to memory that it shares with another value of an earlier stage"),
-    "buffer": (
-        lambda: Net(normed_twice, norm=nn.BatchNorm1d(8, affine=False)),
-        "is changed by the forward and used on both sides",
-    ),
+    "buffer": (lambda: Net(normed_twice, norm=nn.BatchNorm1d(8)), "is changed by the forward and used on both sides"),
 }
 
 
@@ -127,20 +125,18 @@ def test_a_tie_that_must_be_on_one_stage_forbids_cuts():
         return net
 
     found = Chain(tied(), RECORDED, keeps_ties="since the method keeps local losses")
-    with pytest.raises(
-        PartitionError, match=r"cut after 'a': 'a.weight' is used on both sides of it, and must be on one"
-    ):
+    with pytest.raises(PartitionError, match=r"after 'a': 'a.weight' is used on both sides of it, and must be on one"):
         checked_sizes(found, 2, ["b"])
 
 
 def test_a_list_that_does_not_fit_names_what_is_there():
     found = Chain(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), RECORDED, granularity="block")
-    with pytest.raises(
-        PartitionError, match=r"\[1, 1\]\)? does not fit: expected 2 numbers.* 3 blocks \(0, 1, 2\), got 2"
-    ):
+    with pytest.raises(PartitionError, match=r"\[1, 1\]\)? does not fit: expected 2 .* 3 blocks \(0, 1, 2\), got 2"):
         checked_sizes(found, 2, [1, 1])
     with pytest.raises(PartitionError, match="does not fit: expected 1 names, of the units where stages 1 to 1 begin"):
         checked_sizes(found, 2, ["1", "2"])
+    with pytest.raises(PartitionError, match="there is no unit or block '3'; near it are 0, 1, 2; adl-dist plan"):
+        checked_sizes(found, 2, ["3"])
 
 
 # --- While the stages run --------------------------------------------------------------------------------------------
@@ -245,40 +241,35 @@ def other_buffer(net, x):
     return net.b(net.norm(net.a(x))) * (net.norm.running_var if unlike(x) else 1.0)
 
 
+def other_activation(net, x):
+    y = net.b(net.norm(net.a(x)))
+    return y * net.act(net.norm.running_var if unlike(x) else y)
+
+
+def maps(net, x):
+    y = net.b(net.a(x))
+    return y * torch.tanh(torch.vmap(torch.tanh)(net.b.bias) if unlike(x) else y)
+
+
+NORM = {"norm": nn.BatchNorm1d(8), "act": nn.Tanh()}
 RUNNING = {
+    "activation": (lambda: Net(other_activation, **NORM), "'act' is computed with a parameter or buffer that another"),
+    "numpy": (lambda: Net(lambda net, x: net.b(net.a(x).clamp_(np.float64(0)))), "stage writes to is not known"),
     "module": (lambda: Net(calls_module), "calls 'c', which no recorded micro-batch did; let the recorded ones"),
-    "function": (
-        lambda: Net(calls_function),
-        r"test_refusals.py:\d+: stage 0: calls 'sinh' on values of the batch, which no",
-    ),
+    "function": (lambda: Net(calls_function), r"refusals.py:\d+: stage 0: calls 'sinh' on values of the batch, which"),
     "left out": (lambda: Net(leaves_out), "'a' did not run in this micro-batch, but its result crosses to the next"),
-    "other shape": (
-        lambda: Net(positive),
-        "'__getitem__' returns .* where the recorded micro-batches let stages expect",
-    ),
-    "other dtype": (
-        lambda: Net(plain, a=Layer(other_dtype)),
-        r"\[5, 8\] torch.float64 arrived for 'a', where \[5, 8\] torch.float32 is expected",
-    ),
-    "shape of elements": (
-        lambda: Net(shape_of_elements, a=Layer(rows_of_elements)),
-        "the shape of what 'a' returns is not known on a stage that does not compute it",
-    ),
-    "other buffer": (
-        lambda: Net(other_buffer, norm=nn.BatchNorm1d(8)),
-        "is kept in an object or reached past the calls of modules",
-    ),
+    "other shape": (lambda: Net(positive), "'__getitem__' returns .* where the recorded micro-batches let stages"),
+    "other dtype": (lambda: Net(plain, a=Layer(other_dtype)), "float64 arrived for 'a', where .*float32 is expected"),
+    "shape": (lambda: Net(shape_of_elements, a=Layer(rows_of_elements)), "is not known on a stage that does not"),
+    "buffer": (lambda: Net(other_buffer, norm=nn.BatchNorm1d(8)), "is kept in an object or reached past the calls of"),
     "shape of weights": (lambda: Net(positive_weights), "for a parameter of another stage is not known"),
     "asked elsewhere": (lambda: Net(asks_present), "asks for elements that other stages do not have"),
     "parameter": (lambda: Net(asks_parameter), "asks for elements of a parameter or input that this stage does not"),
     "absent": (lambda: Net(asks_absent), "asks for elements of a tensor that stage 0 does not have"),
-    "other weight": (lambda: Net(other_weight), "is computed with a parameter.* another stage holds"),
+    "other weight": (lambda: Net(other_weight), "'linear' is computed with a parameter that another stage holds"),
     "teacher": (lambda: Net(teaches), "writes values of a parameter that another stage holds to a tensor of this one"),
     "new place": (lambda: Net(new_place), "which it lacks: no recorded micro-batch used it there"),
-    "returned": (
-        lambda: Net(returns_buffer, norm=nn.BatchNorm1d(8)),
-        "the model returns a tensor that an earlier stage has made",
-    ),
+    "returned": (lambda: Net(returns_buffer, norm=nn.BatchNorm1d(8)), "returns a tensor that an earlier stage has"),
 }
 
 
@@ -298,11 +289,15 @@ def test_writes_of_two_stages_to_one_tensor_may_be_refused():
     assert "another stage writes to a tensor that this stage has computed with" in told.text
 
 
+def test_a_replay_without_a_tensors_computation_is_refused():
+    stages, _ = stages_of(lambda: Net(maps), RECORDED, [1, len(Chain(Net(maps), RECORDED).units) - 1])
+    with pytest.raises(PartitionError, match="from a computation that a replay of the forward cannot repeat"):
+        chain(stages, normal(FIVE, 8), loss_of, 0, replays=True)
+
+
 def test_an_answer_that_changes_ends_the_run():
     stages, _ = stages_of(lambda: Net(asks_the_same), RECORDED, 2)
-    with pytest.raises(
-        PartitionError, match="the answer is True here, and was False in all recorded micro-batches, as"
-    ):
+    with pytest.raises(PartitionError, match="the answer is True here, and was False in all recorded micro-batches"):
         chain(stages, normal(FIVE, 8) * 0 + 1e9, loss_of, 0)
 
 

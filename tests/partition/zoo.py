@@ -1,6 +1,6 @@
 """Networks of torchvision, timm and transformers that must be cut: how each is built small, and what it is fed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -331,11 +331,7 @@ def _transformers(name: str) -> nn.Module:
     return model
 
 
-_BUILDERS: dict[str, Callable[[str], nn.Module]] = {
-    "torchvision": _torchvision,
-    "timm": _timm,
-    "transformers": _transformers,
-}
+_BUILDERS = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
 
 
 def names(library: str) -> Sequence[str]:

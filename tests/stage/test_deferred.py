@@ -121,11 +121,7 @@ PUT_OFF = {
         ["a.weight", "a.bias"],
     ),
     "weights in another format": (transposed(), LINEAR, ["weight", "bias"]),
-    "in place": (
-        Of(in_place, a=nn.Linear(6, 6), b=nn.Linear(6, 6, bias=False)),
-        LINEAR,
-        ["a.weight", "a.bias", "b.weight"],
-    ),
+    "in place": (Of(in_place, a=nn.Linear(6, 6), b=nn.Linear(6, 6, False)), LINEAR, ["a.weight", "a.bias", "b.weight"]),
     "around a norm": (nn.Sequential(nn.Conv2d(4, 8, 3, **CONV), nn.BatchNorm2d(8), nn.ReLU(True)), IMAGE, ["0.weight"]),
     "replayed": (
         Of(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
@@ -237,9 +233,7 @@ def test_a_module_is_left_as_it_was():
 
 
 def test_an_input_written_to_before_its_use_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"^the model: the input of layer 'a' \(Linear\) was written to in place .*=False"
-    ):
+    with pytest.raises(ConfigError, match=r"^the model: the input of layer 'a' \(Linear\) was written .*=False"):
         gradients(with_memory(), LINEAR, split=True)
 
 

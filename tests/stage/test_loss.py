@@ -151,6 +151,8 @@ def test_a_mean_over_another_number_is_refused_or_nan(own, number):
     loss_fn = Positive(own=own, number=number)
     terms = 3 if own else 4
     mean = SumCountLoss(loss_fn, target, terms)
+    with pytest.raises(ConfigError, match=r"with count 9, but the targets have as .*: give the loss a num_terms"):
+        SumCountLoss(loss_fn, target, 9)
     there = target.as_subclass(on_gpu)
     assert float(mean(out, there, float(terms))) == float(mean(out, target, float(terms))) == 6 / terms
     loss_fn.wrong = 1
@@ -250,3 +252,11 @@ def test_only_a_mean_over_samples_or_terms_passes(case):
     with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
         check(loss_fn, outs, targets)
     assert all(map(torch.equal, before, (*OUTS, *OF_SIZES)))
+
+
+@pytest.mark.parametrize(("num_terms", "told"), [(lambda _: -1, "returned -1.0"), (len, "fails: TypeError: len")])
+def test_terms_that_cannot_be_counted_are_refused(num_terms, told):
+    loss_fn = Positive()
+    loss_fn.num_terms = num_terms
+    with pytest.raises(ConfigError, match=rf"the loss's num_terms {told}.*; it is given the targets .* int64\[\], and"):
+        loss_terms(loss_fn, torch.tensor(1)).count(torch.tensor(1))

@@ -180,6 +180,10 @@ def loss_of_nothing(output, target):
     nn.functional.cross_entropy(output, target)
 
 
+def sum_and_count(output, target):
+    return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
+
+
 def column(width=1):
     return nn.Sequential(*units(), nn.ReLU(), nn.Linear(NUM_CLASSES, width))
 

@@ -11,16 +11,16 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import log_to
-from adl_dist.errors import CallbackError, ConfigError, DataError, PartitionError
+from adl_dist.errors import AdlError, CallbackError, ConfigError, DataError, PartitionError
 from adl_dist.report.recorder import tag_of
-from tests.support.commands import assert_same
+from adl_dist.training.arguments import check_layers
+from tests.support.commands import assert_same, shows
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import SILENT
+from tests.support.values import SILENT, values
 
 DATA = FixedImages(12)
 
@@ -39,29 +39,97 @@ class MeanOfLength(nn.Module):
         return x.mean(1)
 
 
-REFUSED = {
-    "a loader": (DataLoader(DATA), r"DataLoader is not a torch Dataset .* of a DataLoader give the dataset"),
-    "tensors": ((torch.zeros(8, 2), torch.zeros(8)), r"tuple is not a torch Dataset .* torch.utils.data.TensorDataset"),
-}
+def flat(*between, outputs=5):
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 72), *between, nn.Linear(72, outputs))
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_dataset_is_refused(case):
-    data, message = REFUSED[case]
-    with pytest.raises(DataError, match=message):
-        fit(toy_trainer(1), data)
+split, latest = adl_dist.method("adl", split_backward=True), adl_dist.method("adl", weights="latest")
+has_number, has_rows, fails, front_frozen, watched = (flat(nn.Linear(72, 72)) for _ in range(5))
+has_number.register_state_dict_post_hook(lambda module, state, *_: state.update(scale=2))
+has_rows.insert(2, nn.Unflatten(1, (2, 36))).insert(3, nn.Linear(36, 36)).insert(4, nn.Flatten())
+fails[2].register_full_backward_hook(lambda *_: 1 / 0)
+front_frozen[1].requires_grad_(False)
+watched[2].weight = watched[1].weight
+watched[1].weight.register_hook(lambda grad: grad)
+REGRESSION = {"model": flat(outputs=1), "loss_fn": nn.MSELoss(), "data": [(torch.ones(2, 6, 6), torch.ones(1))] * 8}
+MADE = [
+    ({"model": [nn.Linear(2, 2)]}, "expected a torch.nn.Module, got a list; of layers make"),
+    ({"model": torch.compile(flat())}, r"one function since torch.compile.* Precision\(compile=True\)"),
+    ({"model": nn.LazyLinear(2)}, "weight of the model has no shape yet; run"),
+    ({"model": has_number}, "of the model has 'scale', which is no tensor; keep it"),
+    ({"loss_fn": nn.MSELoss}, "takes .output, target.*, got the class MSELoss"),
+    ({"optimizer": torch.optim.SGD(flat().parameters())}, "already; .* like optimizer=lambda parameters"),
+    ({"optimizer": "sgd"}, "expected a callable that takes parameters, got a str"),
+    ({"method": 3}, r"expected adl_dist.method\(NAME, ...\) or a name, got a int"),
+    ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"num_stages": "2"}, "'2': expected a whole number, got a str"),
+    ({"ema": 1.0}, "ema must be above 0 and below 1, like 0.999"),
+    ({"init_skip": ["a"]}, "init_skip leaves out tensors of init_from; it needs"),
+    ({"metrics": ["top5"] * 2}, "the name 'top5' is taken; give"),
+    ({"metrics": ["f1"]}, "there is no 'f1'; use accuracy, top5"),
+    ({"one_per_stage": True}, "was started plainly: start it with torchrun --nproc-per-node=2"),
+    ({"device": "gpu"}, "device='gpu': expected 'cpu' or 'cuda'"),
+    ({"device": "cuda:1"}, "takes the GPU of its local rank, here cuda:0"),
+    ({"balance": "auto", "speeds": [1]}, r"speeds=\[1\]\) has 1 numbers for 2 stages"),
+    ({"dtype": torch.bfloat16}, "dtype=bfloat16 is not supported; expected"),
+    ({"autocast": torch.float16}, "float16'. is not supported; use bfloat16"),
+    ({"autocast": "bfloat16", "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),
+    ({"deterministic": True, "cudnn_benchmark": True}, "chooses its kernels by how fast they just were"),
+    ({"compile": True, "method": split}, "makes one piece of .*, which .*split.* would divide"),
+    ({"autocast": "bfloat16", "method": latest}, "may keep what was computed from those of its forward"),
+]
 
 
-def test_a_sampler_of_data_parallelism_is_refused():
-    """Each rank would train on its part, and here on a half of the data."""
-    with pytest.raises(ConfigError, match=r"DistributedSampler visits one of 2 parts of the data.*omit it"):
-        adl_dist.Loading(sampler=DistributedSampler(DATA, num_replicas=2, rank=0))
+@pytest.mark.parametrize(("given", "message"), MADE)
+def test_a_wrong_argument_of_a_trainer_is_refused(given, message):
+    plain = {"model": flat(), "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD, "num_stages": 2}
+    with pytest.raises(ConfigError, match=message):
+        adl_dist.Trainer(**plain | values(**given))
 
 
-def test_a_compiled_model_is_not_cut():
-    model = torch.compile(batch_norm_net())
-    with pytest.raises(ConfigError, match=r"one function since torch.compile.* Precision\(compile=True\)"):
-        adl_dist.Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2)
+FITTED = [
+    ({"data": None}, "the training dataset is None on the rank that feeds"),
+    ({"monitoring": adl_dist.Monitoring(memory=True)}, "a process, but 2 stages share 1; start"),
+    ({"options": {"mitigation": ["spike"]}, "optimizer": torch.optim.AdamW}, "SGD with momentum, got AdamW with mom"),
+    ({**REGRESSION, "metrics": ["top5"]}, r"top5 need outputs .*, got \[4, 1\] and \[4, 1\]"),
+    ({"loss_fn": lambda out, _: out.mul_(2).sum()}, "stage 1: the loss writes to the model's output"),
+    ({"model": flat().append(nn.Flatten(0))}, "expected an output of the model whose first dimension"),
+    ({"model": fails}, "uncut model fails in its backward: ZeroDivision"),
+    ({"model": watched, "balance": ["2"]}, "several stages and has a hook on its gradient"),
+    ({"method": "dgl", "batch_size": 1}, "a single sample, which BatchNorm in .*mlp_sr.* cannot normalise"),
+    ({**REGRESSION, "method": "dni", "options": {"head_sees_target": True}}, "learn the class of each sample, but"),
+    ({"method": "dgl", "model": flat()}, r"convolves images, but stage 0 sends on features \['B', 72"),
+    ({"method": "dgl", "model": has_rows, "balance": ["4"]}, r"expected one tensor .*, got \['B', 2, 36\]: choose"),
+    ({"method": "dni", "model": front_frozen, "balance": ["2"]}, "but none of real numbers comes back for it"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), FITTED)
+def test_what_cannot_be_trained_is_refused_by_fit(given, message):
+    of_fit = {name: given[name] for name in given.keys() & {"data", "monitoring", "batch_size"}}
+    trainer = toy_trainer(**{name: given[name] for name in given.keys() - of_fit})
+    with pytest.raises(AdlError, match=message):
+        fit(trainer, **of_fit)
+
+
+def test_a_fit_unlike_the_first_needs_a_new_trainer():
+    trainer = fit(toy_trainer(2, model=front_frozen))
+    trainer._partitioned._model = None  # as where a process has its stage only
+    with pytest.raises(ConfigError, match="another shape or dtype than those that the model was cut with; make a new"):
+        fit(trainer, REGRESSION["data"])
+    trainer._partitioned.modules[0].requires_grad_(True)
+    with pytest.raises(ConfigError, match="takes a gradient now, but did not when the model was cut, and stages"):
+        fit(trainer)
+
+
+def test_a_trainer_inside_of_autocast_is_refused():
+    with torch.autocast("cpu"), pytest.raises(ConfigError, match=r"used inside torch\.autocast, which remembers"):
+        fit(toy_trainer(2))
+
+
+def test_a_batch_norm_over_all_processes_is_refused():
+    with pytest.raises(ConfigError, match="'0' of the model is a SyncBatchNorm: it averages over all processes, but"):
+        check_layers(nn.Sequential(nn.SyncBatchNorm(3)), distributed=True)
 
 
 def test_numbers_that_lose_digits_are_told(capfd):
@@ -164,9 +232,7 @@ def test_an_evaluation_needs_a_size_of_its_micro_batches(size):
 
 def test_classes_in_the_last_dimension_need_another_loss():
     texts = [(torch.arange(6), torch.full((6,), 20)) for _ in range(8)]
-    with pytest.raises(
-        DataError, match=r"has 6 outputs, .* or use TokenCrossEntropy if the last dimension of the outp"
-    ):
+    with pytest.raises(DataError, match=r"has 6 outputs, .* or use TokenCrossEntropy if the last dimension of the"):
         fit(toy_trainer(1, model=nn.Embedding(30, 30)), texts)
 
 
@@ -191,14 +257,14 @@ def test_a_second_training_at_the_same_time_is_refused():
 
     class Nested(adl_dist.Callback):
         def on_start(self, now):
-            try:
-                fit(toy_trainer(1))
-            except ConfigError as error:
-                refused.append(str(error))
+            for nested in (toy_trainer(1), trainer):
+                with pytest.raises(ConfigError) as told:
+                    fit(nested)
+                refused.append(str(told.value))
 
-    fit(toy_trainer(2), callbacks=[Nested()])
-    assert len(refused) == 1
-    assert "while another trainer of this process trains" in refused[0]
+    fit(trainer := toy_trainer(2), callbacks=[Nested()])
+    shows(refused[0], ["while another trainer of this process trains"])
+    shows(refused[1], ["Trainer.fit is called while Trainer.fit of the same trainer runs"])
 
 
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])

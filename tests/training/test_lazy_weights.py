@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,20 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import adl_dist
 from adl_dist.checkpoint import tensor_files
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.errors import ConfigError
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
+from adl_dist.training import trainer
 from adl_dist.training.lazy_weights import prepare_weights
+from adl_dist.training.trial.trial import Trial
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.tiers import slow
-from tests.support.values import QUIET
+from tests.support.values import QUIET, spec_of
 
 VOCAB, CONTEXT, LAYERS = 11, 6, 2
 META = torch.device("meta")
@@ -210,6 +214,30 @@ def test_numbers_that_are_not_filled_show_in_any_dtype(dtype):
     assert made(models[0])[0].table.tolist() == torch.ones(2, 2, dtype=dtype).tolist()
     with pytest.raises(ConfigError, match=r"Half.reset_parameters\(\) does not fill it, or not all of it"):
         made(models[1])
+
+
+def test_a_model_that_cannot_be_made_on_meta_is_refused(sharded, monkeypatch):
+    with META:
+        failing, bare = Half(torch.bool, "x"), nn.ParameterList([torch.empty(2)])
+        part, together, elsewhere, autocast = (nn.Linear(2, 2) for _ in range(4))
+    together.reset_layer, elsewhere.weights_in = print, sharded[0]
+    spec = replace(spec_of(2, torch.optim.SGD), precision=adl_dist.Precision(autocast="bfloat16"))
+    for make, told in (
+        (lambda: made(nn.Sequential(nn.Linear(2, 2), part)), "in part: '0.weight' is on cpu; build all of it"),
+        (lambda: made(bare), r"'0' is on .*: ParameterList has no reset_parameters\(\) that fills"),
+        (lambda: made(failing), r"cannot be made: Half.reset_parameters\(\) fails with TypeError: slice"),
+        (lambda: made(together), "a Linear draws all its weights together, so .* from files only: give init_from"),
+        (lambda: made(elsewhere), r"meta_init\)? ?=true reads all tensors of this model from the folder .*; use"),
+        (lambda: Trial(autocast, spec, None, META), "autocast.* changes what travels between stages"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            make()
+    monkeypatch.setattr(trainer, "_is_distributed", lambda *_: True)
+    with pytest.raises(ConfigError, match="measures units with their weights, but the model is on"):
+        toy_trainer(2, model=build("gpt", on_meta=True), balance="auto")
+    given = toy_trainer(2, model=build("gpt", on_meta=True))._partitioned
+    with pytest.raises(ConfigError, match="until fit or evaluate has made each process's part"):
+        given.full_state_dict(distributed=False)
 
 
 def test_a_parameter_on_meta_keeps_its_hooks():

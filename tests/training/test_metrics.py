@@ -63,9 +63,7 @@ def test_an_epoch_metric_gets_sentences_of_all_lengths():
 
     state, summary = trained(3, 4, [right])
     assert summary["validation_right"] == pytest.approx(by_torch(state)["validation_accuracy"], rel=1e-12)
-    with pytest.raises(
-        ConfigError, match=r"metrics: __getitem__ fails: TypeError: .* \(outputs, targets\) of the whole"
-    ):
+    with pytest.raises(ConfigError, match=r"__getitem__ fails: TypeError: .* \(outputs, targets\) of the whole"):
         trained(1, 1, [EpochMetric({}.__getitem__)])
 
 

@@ -12,7 +12,7 @@ import adl_dist
 from adl_dist import Loading
 from adl_dist.data import Loader
 from adl_dist.data.stream import Stream
-from adl_dist.errors import AdlError
+from adl_dist.errors import AdlError, ConfigError, DataError
 from tests.support.runs import toy_trainer
 from tests.support.sentences import Resumable, Streamed, encoder, padded, sentence
 from tests.support.values import QUIET
@@ -165,3 +165,38 @@ def test_what_a_collate_fn_draws_depends_on_its_first_sample():
     whole, rest = [x for x, _ in loader.batches(0, [5, 5])], [x for x, _ in loader.batches(0, [5], first_sample=5)]
     assert not torch.equal(*whole)
     assert torch.equal(whole[1], rest[0])
+
+
+def first_of(dataset, num_workers=0, **loading):
+    loader = Loader(dataset, seed=0, shuffle=False, num_workers=num_workers, loading=Loading(**loading))
+    return next(loader.batches(0, [loader.num_samples]))
+
+
+Short = type("Short", (list,), {"__len__": lambda self: 8})
+HALF = {"sampler": torch.utils.data.DistributedSampler(NUMBERS, 2, 0)}
+ONE, LAMBDA = {(1.0, 0)}, {"collate_fn": lambda samples: 0, "num_workers": 1}
+REFUSED = [
+    (torch.utils.data.DataLoader(NUMBERS), {}, "DataLoader is not a torch Dataset .* of a DataLoader give the dataset"),
+    ((torch.zeros(8, 2), torch.zeros(8)), {}, "tuple is not a torch Dataset .* torch.utils.data.TensorDataset"),
+    (NUMBERS, HALF, "DistributedSampler visits one of 2 parts of the data, .*omit it"),
+    (ONE, {"num_workers": 2}, "set is iterable, and 2 processes that load would each read all of it"),
+    (ONE, {"sampler": [0]}, "set is iterable and has an order of its own"),
+    (ONE, {"samples_per_epoch": 2}, "set ended after 1 samples of epoch 1, fewer than its"),
+    (iter(ONE), {}, "does not say how many samples an epoch has"),
+    (iter(ONE), {"samples_per_epoch": 1}, "set_iterator is an iterator, which can be read once only"),
+    (NUMBERS, {"sampler": [[0, 1]] * 9}, "list yields list, expected indices"),
+    (NUMBERS, {"sampler": Short([1, 2])}, "Short yields 2 indices in epoch 1, expected 8"),
+    (NUMBERS, {"sampler": iter([1])}, "expected a torch Sampler, with __iter__ and __len__"),
+    (NUMBERS, {"persistent_workers": 1}, "workers must be true or false"),
+    (NUMBERS, {"samples_per_epoch": 0}, "must be a whole number of at least 1, got 0"),
+    (NUMBERS, {"samples_per_epoch": 11}, "10 samples, fewer than samples_per_epoch=11"),
+    (NUMBERS, LAMBDA, "collate_fn cannot be sent to the processes"),
+    (NUMBERS, {"collate_fn": lambda _: (torch.ones(3), 0)}, "3.; its first dimension must be the samples"),
+    ([({"a b": 1.0}, 0)], {}, r"an input whose keys are names of arguments, got \['a b'\]"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "given", "message"), REFUSED)
+def test_what_cannot_be_loaded_is_refused(dataset, given, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        first_of(dataset, **given)

@@ -53,9 +53,7 @@ def test_groups_by_objects_are_refused_as_copies_would_differ(K, other, capfd):
 
     trainer = toy_trainer(K, model=model, optimizer=by_object, balance=TIED_BALANCE[K])
     found = r"\{'lr': 0.2\}" if other else "no group"
-    message = (
-        rf"^the copies of '.*' on stages 0 and \d would train differently: \{{'lr': 0.1.*\}} and {found}; probably"
-    )
+    message = rf"^the copies of '.*' on stages 0 and \d would train differently: \{{'lr': 0.1.*\}} and {found}; prob"
     with pytest.raises(ConfigError, match=message):
         trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=QUIET)
     known.update(id(p) for module in trainer._partitioned.modules.values() for p in module.parameters())

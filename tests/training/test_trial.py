@@ -28,9 +28,7 @@ def layers(*between):
     torch.manual_seed(0)
     widths = [8, 8, 8, 5]
     modules = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    return nn.Sequential(
-        *(each for pair in zip(modules, between, strict=False) for each in pair), *modules[len(between) :]
-    )
+    return nn.Sequential(*(m for pair in zip(modules, between, strict=False) for m in pair), *modules[len(between) :])
 
 
 def fit(model, *, K=2, method="adl", batch_size=4, **options):
@@ -193,9 +191,7 @@ def test_nothing_of_the_users_is_moved():
         def on_start(self, now):
             counts, gradients = model[1], [parameter.grad for parameter in model.parameters()]
             streams = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-            state = {
-                name: tensor.tolist() for name, tensor in (*model.state_dict().items(), *loss.state_dict().items())
-            }
+            state = {name: t.tolist() for name, t in (*model.state_dict().items(), *loss.state_dict().items())}
             self.found = streams, state, counts.calls, counts.sizes[:], model.training, gradients
 
     before, after = Look(), Look()

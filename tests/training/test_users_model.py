@@ -22,12 +22,7 @@ class Positioned(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.positions = nn.Parameter(torch.zeros(2, 6, 6))
         self.offsets = nn.ParameterList(torch.zeros(6) for _ in range(2))
-        self.flat, self.first, self.second, self.last = (
-            nn.Flatten(),
-            nn.Linear(72, 6),
-            nn.Linear(6, 6),
-            nn.Linear(6, 5),
-        )
+        self.flat, self.first, self.second, self.last = nn.Flatten(), nn.Linear(72, 6), nn.Linear(6, 6), nn.Linear(6, 5)
 
     def forward(self, x):
         x = self.first(self.flat(x + self.positions)) * self.scale

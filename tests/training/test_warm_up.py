@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adl_dist.errors import ConfigError
 from adl_dist.stage import Stage
 from adl_dist.training import build
+from adl_dist.training.warm_up import check_without_warm_up
 from tests.support import runs
 from tests.support.commands import assert_same
 from tests.support.toys import FixedImages, batch_norm_net
@@ -84,3 +86,12 @@ def test_no_update_does_anything_for_the_first_time(case, over_nccl, monkeypatch
     assert_same(trained(name, options, monkeypatch, warms_up=True, of_trainer=of_trainer), plain)
     assert len(seen.names) > 3
     assert seen.names <= over_nccl
+
+
+def test_what_a_warm_up_lacks_is_told_before_training(monkeypatch):
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    with pytest.raises(ConfigError, match=r"set CUDA_MODULE_LOADING=EAGER in .* \(it is unset\), or pad all samples"):
+        check_without_warm_up("nccl")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .*, and there is none; install it, or omit"):
+        build.check_compiler(torch.device("cpu"))

@@ -203,11 +203,10 @@ def _cuts(config: RunConfig, stages: Iterable[int], machine: Machine, chain: Cha
             isinstance(partition.balance, list) and partition.num_stages == K
         )  # else the question is which is best
         try:
-            if speeds is not None and len(speeds) != K:
-                raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers for {K} stages")
+            faster = replace(machine, speeds=speeds)
+            faster.speeds_of(K)
             check_places(chain, K)
-            sizes = checked_sizes(chain, K, partition.balance) if is_given else None
-            cuts[K] = replace(machine, speeds=speeds), sizes
+            cuts[K] = faster, checked_sizes(chain, K, partition.balance) if is_given else None
         except (PartitionError, ConfigError) as error:
             refused[K] = str(error).replace("partition.num_stages=", "--stages ")
     if not cuts:
