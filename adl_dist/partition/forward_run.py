@@ -559,9 +559,14 @@ class ForwardRun:
             if kind is Kind.LIKE:
                 args, kwargs = map_tensors(self._stub, (args, kwargs))
                 return func(*args, **kwargs)
-            if name in LIKE_SECOND and not _is_batch(leaves[0]) and not leaves[0].is_meta:
+            if name in LIKE_SECOND and not _is_batch(leaves[0]):
                 rest = map_tensors(self._stub, (args[1:], kwargs))
-                return func(args[0], *rest[0], **rest[1])
+                args, kwargs, leaves = (args[0], *rest[0]), rest[1], leaves[:1]
+                if type(leaves[0]) not in (Value, ForeignParameter):
+                    return func(*args, **kwargs)
+            if not any(type(leaf) in (Value, ForeignParameter) for leaf in leaves):  # an autograd function's
+                watcher = self.watcher
+                return func(*args, **kwargs) if watcher is None else watcher.__torch_function__(func, (), args, kwargs)
             if not any(map(_is_batch, leaves)):
                 return self._foreign(func, name, kind, args, kwargs)
             return self._function(func, name, kind, args, kwargs, leaves)

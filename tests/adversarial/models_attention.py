@@ -76,6 +76,16 @@ def padding_mask(self, words):
     return self.head(self.norm(h).sum(dim=1) / real.clamp(min=1))
 
 
+@model("tokens", embed=embedding(), layers=several(4, linear()), head=linear(WIDTH, NUM_CLASSES))
+def mask_like_its_words(self, words):
+    """Only the first stage needs the mask, which each converts to the type of a value of the batch."""
+    h = self.embed(words)
+    h = h * (words != 0)[..., None].type_as(h)
+    for layer in self.layers:
+        h = torch.tanh(layer(h))
+    return self.head(h.mean(dim=1))
+
+
 @block("tokens", cell=lambda: nn.LSTMCell(WIDTH, WIDTH))
 def cell_by_hand(self, h):
     """An LSTMCell over the steps; the state starts as zeros like the input."""

@@ -248,3 +248,23 @@ def small_things(self, h):
     """Scalars, empty parameters, whole numbers, flags."""
     h = self.inner(h.index_select(1, self.whole)) * self.log_scale.exp()
     return torch.where(self.flags, h, torch.tanh(h))
+
+
+class WithShift(nn.Module):
+    """Returns its bias with the result, as Megatron's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.shift = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, h):
+        return self.inner(h), self.shift
+
+
+@model(enter=linear(6), parts=several(3, WithShift), head=linear(WIDTH, NUM_CLASSES))
+def bias_returned_by_its_layer(self, x):
+    h = self.enter(x)
+    for part in self.parts:
+        out, shift = part(h)
+        h = h + torch.tanh(out + shift.expand_as(h))
+    return self.head(h)
