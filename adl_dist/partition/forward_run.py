@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_unflatten
 from adl_dist.batch import Tensors, arguments_of
 from adl_dist.errors import PartitionError
 from adl_dist.memory import memory_of
-from adl_dist.partition.absent import Results, filled, infer, signature
+from adl_dist.partition.absent import Results, call_signature, filled, infer
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_of_device, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
@@ -642,16 +642,16 @@ class ForwardRun:
 
     def _written_spec(self, target: Tensor, label: Label, func: Any, args: Any, kwargs: Any) -> Any:
         """Return (shape, stride, requires_grad) of ``target`` after a write."""
+        signature = call_signature(args, kwargs)
+        if signature is not None and (known := self.stage.written.get((label, signature))) is not None:
+            return known
         try:
-            key = label, torch.is_grad_enabled(), signature((args, kwargs))
-            if key not in self.stage.written:
-                _, twins = infer(func, args, kwargs)
-                unique = unique_tensors((args, kwargs))
-                twin = twins[next(n for n, one in enumerate(unique) if one is target)]
-                self.stage.written[key] = twin.shape, twin.stride(), twin.requires_grad
-            return self.stage.written[key]
-        except Exception as error:  # as signature and infer raise for unusual arguments
+            _, twins = infer(func, args, kwargs)
+        except Exception as error:  # for unusual arguments
             self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
+        twin = twins[next(n for n, one in enumerate(unique_tensors((args, kwargs))) if one is target)]
+        found = self.stage.written[label, signature] = twin.shape, twin.stride(), twin.requires_grad
+        return found
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any) -> Any:
         """Run a function of parameters or inputs that this stage does not hold."""

@@ -2,10 +2,11 @@
 
 import functools
 
+import numpy as np
 import torch
 from torch import nn
 
-from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block_of, chain, linear, model, model_of
+from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block_of, chain, linear, model, model_of, several
 
 
 def behind_linear(odd):
@@ -106,3 +107,14 @@ def changes_the_whole(self, x):
     part = h[:, :4]
     h = self.scale(h)
     return self.head(torch.tanh(self.a(part)) + self.b(h))
+
+
+@model(enter=linear(6), layers=several(3, linear()), head=linear(WIDTH, NUM_CLASSES))
+def writes_with_numpys_numbers(self, x):
+    h = self.enter(x)
+    for layer in self.layers:
+        h = layer(h)
+        h *= np.sqrt(WIDTH)
+        h[:, np.array([0, 2])] *= 0.5
+        h = torch.tanh(h)
+    return self.head(h)
