@@ -21,7 +21,7 @@ from adl_dist.partition.absent import Results, call_signature, filled, infer
 from adl_dist.partition.containers import map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_of_device, kind_of, writes_to
 from adl_dist.partition.intercept import users_line, users_line_of
-from adl_dist.partition.recording import INPUT, put_tensor, state_label, tensor_named
+from adl_dist.partition.recording import INPUT, held_tensors, put_tensor, state_label, tensor_named
 from adl_dist.partition.stage_plan import CallPlan, FramePlan, ModePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
@@ -662,7 +662,11 @@ class ForwardRun:
         target = writes_to(name, args, kwargs)
         if target is not None:
             if not target.is_meta:
-                self.fail("writes values of a parameter that another stage holds to a tensor of this one")
+                if memory_of(target) in {memory_of(tensor) for _, tensor in held_tensors(self.stage.model)}:
+                    self.fail("writes values of a parameter that another stage holds to a tensor of this one")
+                for tensor in (target, target._base):
+                    if tensor is not None:  # its elements need what this stage lacks
+                        as_value(tensor, Mark(None, EVERYWHERE, absent=True))
             return target
         key = self.key(f"{name}?")
         results = self.stage.foreign.setdefault((self.stage.training, key), Results(self.stage.templates))

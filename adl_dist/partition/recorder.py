@@ -606,21 +606,26 @@ class Recorder(TorchFunctionMode):
                 self.mode.decides = True
             self._note_effects(-1)
             return out
-        target = writes_to(name, args, kwargs)
+        target, written = writes_to(name, args, kwargs), list[Tensor]()
         if target is not None:
-            kind_of_memory, name_of_memory = self.origins.get(memory_of(target), ("", None))
+            memory = memory_of(target)
+            written = [t for t in (target, *self.kept) if isinstance(t, Tensor) and memory_of(t) == memory]
+            kind_of_memory, name_of_memory = self.origins.get(memory, ("", None))
+            if kind_of_memory == "input":
+                raise PartitionError(f"{users_line()}: the forward writes to input {name_of_memory}; write to a copy")
             if kind_of_memory == "state":
                 around = self.frames[-1].call
                 self.recording.moved.setdefault(name_of_memory, set()).add("" if around is None else around.name)
             self._note_effects(self.facts.get(id(target), NOTHING).begin)
-        for leaf in tensors_in(out):
+        for leaf in (*tensors_in(out), *written):
             origin = self.origins.setdefault(memory_of(leaf), ("birth", key))
             if origin == ("birth", key) and key in self.recording.births[self.training]:
                 call = self._call(f"{name}*", is_module=False, key=key)
                 call.is_tainted = True
                 self._value(leaf, (*key, 0), call)
             elif id(leaf) not in self.facts or target is not None:
-                self._set(leaf, _Fact(uses=uses, common=common, begin=self.position))
+                known = self.facts.get(id(leaf), NOTHING)
+                self._set(leaf, _Fact(known.label, uses | known.uses, common | known.common, self.position))
         return out
 
     # Notes

@@ -6,7 +6,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block_of, chain, linear, model, model_of, several
+from tests.adversarial.cases import (
+    NUM_CLASSES,
+    WIDTH,
+    Inner,
+    block_of,
+    chain,
+    embedding,
+    linear,
+    model,
+    model_of,
+    several,
+)
 
 
 def behind_linear(odd):
@@ -118,3 +129,24 @@ def writes_with_numpys_numbers(self, x):
         h[:, np.array([0, 2])] *= 0.5
         h = torch.tanh(h)
     return self.head(h)
+
+
+@model("tokens", embed=embedding(), layers=several(3, linear()), gate=embedding(), head=linear(WIDTH, NUM_CLASSES))
+def shifts_its_tokens(self, words):
+    """Tokens are written to a new tensor, also through a view; a later stage needs them for that only."""
+    shifted = words.new_zeros(words.shape)
+    shifted[:, 1:] = words[:, :-1]
+    shifted[:, :1].copy_(words[:, -1:])
+    h = self.embed(torch.ones_like(words))
+    for layer in self.layers:
+        h = torch.tanh(layer(h))
+    return self.head(torch.tanh(self.gate(shifted) * h).mean(dim=1))
+
+
+@model("tokens", embed=embedding(), layers=several(3, linear()), head=linear(WIDTH, NUM_CLASSES))
+def writes_to_its_tokens(self, words):
+    words.clamp_(min=1)
+    h = self.embed(words)
+    for layer in self.layers:
+        h = torch.tanh(layer(h))
+    return self.head(h.mean(dim=1))
