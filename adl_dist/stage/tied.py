@@ -103,8 +103,8 @@ class TiedWeights(Learner):
                 raise PartitionError(
                     f"{self.where}: '{name}' got no gradient here for update {version}, but each stage that uses a "
                     "shared weight must get one in every group; choose a cut with all its uses on one stage, or "
-                    "partition.tied=untie if it has several names; for an average of the weights, as of a teacher, "
-                    "there is train.ema"
+                    "partition.tied=untie if it has several names; freeze it if it never gets one, by "
+                    "requires_grad_(False); for an average of the weights, as of a teacher, there is train.ema"
                 )
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             self._own.append(grad.contiguous())  # in one layout everywhere, or sums over it could round differently
