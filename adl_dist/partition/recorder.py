@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from adl_dist.batch import Batch, arguments_of, version_of
 from adl_dist.errors import PartitionError
-from adl_dist.memory import memory_of
+from adl_dist.memory import has_plain_memory, memory_of
 from adl_dist.partition.absent import META, call_signature, infer, is_masked, module_signature
 from adl_dist.partition.containers import PLAIN, map_leaves, map_tensors, other_leaves, tensors_in, unique_tensors
 from adl_dist.partition.functions import ASK_DEVICE, LIKE_SECOND, Kind, answer_of_device, kind_of, writes_to
@@ -446,6 +446,7 @@ class Recorder(TorchFunctionMode):
         key = call_signature(args, kwargs) if module is None else None
         before, self.inside, self.given = self._drawn, call, {fact.label for fact in facts}
         work = self._work = Work() if not call.flops and not call.nbytes else None
+        copies = [(b, b.detach().clone()) for b in buffers if work is not None and has_plain_memory(b)]
         run = partial(self._run, call, function, args, kwargs, module)
         try:
             with work or nullcontext(), torch._C._EnableTorchFunction(), self._paused(paused=False):
@@ -462,6 +463,8 @@ class Recorder(TorchFunctionMode):
             else:
                 self._note_common_draws(moved)
         self._drawn = after
+        # Some kernels of torch change a buffer, but not its version.
+        call.moves |= {self.state.get(id(b), "") for b, copy in copies if not torch.equal(b, copy)}
         for tensor, version in zip((*leaves, *buffers), versions, strict=True):
             if version_of(tensor) != version:
                 if any(tensor is b for b in buffers):

@@ -88,10 +88,12 @@ class StageModule(_Part):
         ):
             names.setdefault(id(tensor), []).append(name)
         held: dict[str, Tensor] = {}
+        calls = [call for mode in plan.recording.modes.values() for call in mode.calls.values()]
+        moved = plan.recording.moved.keys() | {name for call in calls for name in call.moves}
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
             memo[id(tensor)] = self._own_or_other(name, tensor, stages)
-            is_moved = name in plan.recording.moved  # by the stages that run the forward; copies of others stand still
+            is_moved = name in moved  # by units, or the stages that run the forward; copies of others stand still
             is_copied = index in stages if is_moved or isinstance(tensor, nn.Parameter) else name in plan.everywhere
             if stages and (index == stages[0] or is_copied):
                 held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])

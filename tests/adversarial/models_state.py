@@ -19,6 +19,7 @@ from tests.adversarial.cases import (
     linear,
     model,
     model_of,
+    several,
     weight,
     with_forward,
 )
@@ -125,6 +126,32 @@ def keeps_its_map(self, h):
     """The last activation as an attribute, as attention maps are kept."""
     self.map = torch.softmax(self.inner(h), dim=1)
     return h * self.map
+
+
+@block(inner=linear(), norm=lambda: nn.BatchNorm1d(WIDTH))
+def scaled_by_its_statistics(self, h):
+    """Each stage runs what reads the statistics, and one of them changes them."""
+    h = self.inner(h) * torch.sqrt(self.norm.running_var + 1)
+    return torch.tanh(self.norm(h))
+
+
+class KeepsItsMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.mean = nn.Parameter(torch.ones(WIDTH)), nn.Buffer(torch.zeros(WIDTH))
+
+    def forward(self, h):
+        self.mean.data.lerp_(h.detach().mean(dim=0), 0.5)
+        return self.gain * (h - self.mean)
+
+
+@model(enter=linear(6), norm=KeepsItsMean, layers=several(4, linear()), head=linear(WIDTH, NUM_CLASSES))
+def written_through_data(self, x):
+    """A layer with two uses writes to its buffer through ``data``, which has a version of its own."""
+    h = self.norm(self.enter(x))
+    for layer in self.layers:
+        h = torch.tanh(layer(h))
+    return self.head(self.norm(h))
 
 
 # --- Shared memory -----------------------------------------------------------------------------------------------

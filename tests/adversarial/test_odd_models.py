@@ -79,7 +79,7 @@ def train_all(K, names):
 
 SOME = {
     2: ["padding_mask", "memory_bank", "dropout_path", "argmax_in_the_middle"],
-    3: ["detached_branch", "flow"],
+    3: ["detached_branch", "flow", "scaled_by_its_statistics"],
 }
 TRAINED = [name for name in CASES if not {(name, 2), (name, 3)} & {*VERDICTS}]
 AT_A_TIME = 24
