@@ -114,6 +114,25 @@ class DetachesSome(nn.Module):
         return x.detach() if len(x) == 4 else x
 
 
+class Counts(nn.Module):
+    def forward(self, h, parts):
+        return h * len(parts)
+
+
+class ListsSamples(nn.Module):
+    """Hands a list with a tensor for each sample past the layers, in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.count = layers(), Counts()
+
+    def forward(self, x):
+        if self.training:
+            return self.layers(x)
+        parts = [sample - sample.mean() for sample in x]
+        return self.count(self.layers(x), parts)
+
+
 def frozen():
     return layers().requires_grad_(False)
 
@@ -123,12 +142,14 @@ def blocks():
 
 
 SOMETIMES = r"cannot be cut after stage 0: stage 1 \(1 .. 3\) gives what it gets a gradient for some micro-batches only"
+LISTS = "cannot be cut after stage 0: the number of tensors that cross it differs between micro-batches"
 WITHIN = r"cut after '0.0': it lies inside a block \(PartitionSpec\(granularity='block'"
 REFUSED = {
     "hidden output": (lambda: nn.Sequential(*layers(), Hides()), {}, "of class Hidden without a tensor that can be"),
     "frozen": (frozen, {}, "there is nothing to train"),
     "one sample": (lambda: layers(nn.BatchNorm1d(8)), {"batch_size": 1}, "training data holds 1 sample, and the model"),
     "detached": (lambda: layers(DetachesSome()), {"balance": ["1"]}, SOMETIMES),
+    "list of samples": (ListsSamples, {"balance": ["layers.1"]}, LISTS),
     "inside a block": (blocks, {"balance": ["0.1"], "granularity": "block"}, WITHIN),
 }
 

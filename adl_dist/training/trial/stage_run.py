@@ -358,10 +358,13 @@ class StageRun:
 
         Raises:
             ConfigError: If the method cannot train the model's output.
+            CutImpossibleError: If the number of tensors at a cut differs between micro-batches.
         """
         method, acts, infos = self._spec.pipeline.method, {}, {}
         for k, modes in enumerate(zip(*self._seen, strict=True)):
             gets_grad = self._gets_grad[k][-1] if self._gets_grad[k] else None
+            if any(len({len(one.acts) for one in seen}) > 1 for seen in modes):
+                raise CutImpossibleError(k - 1, "the number of tensors that cross it differs between micro-batches")
             specs = Specs(*(specs_of([(one.size, one.acts) for one in seen]) for seen in modes))
             kept = [[any(of) for of in zip_longest(*(one.keeps_memory for one in seen))] for seen in modes]
             acts[k] = specs.getting_gradients(gets_grad)
