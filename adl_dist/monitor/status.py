@@ -1,5 +1,6 @@
 """The status of one process, from its activity log."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -193,7 +195,7 @@ def _is_debugged() -> bool:
     monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12
     if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
         return True
-    return any(frame.f_trace is not None for top in sys._current_frames().values() for frame, _ in walk_stack(top))
+    return any(frame.f_trace is not None for frames in frames_of_threads().values() for frame in frames)
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -205,13 +207,27 @@ def _memory_bytes(device: torch.device) -> int:
     return 0
 
 
+def frames_of_threads() -> dict[int, list[FrameType]]:
+    """Return the frames of each thread by its id, innermost first.
+
+    No garbage is collected meanwhile. Python 3.11 makes an object for each frame, which may begin a collection; if a
+    finalizer then lets the other thread leave that frame, the process can crash.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return {thread: [frame for frame, _ in walk_stack(top)] for thread, top in sys._current_frames().items()}
+    finally:
+        if collects:
+            gc.enable()
+
+
 def user_frame(thread: int | None) -> str:
     """Return a thread's innermost line outside of libraries, or ""."""
-    innermost = sys._current_frames().get(thread) if thread is not None else None
-    if innermost is None:
+    frames = frames_of_threads().get(thread) if thread is not None else None
+    if not frames:
         return ""
-    frames = (frame for frame, _ in walk_stack(innermost) if not _is_library(frame.f_code.co_filename))
-    frame = next(frames, innermost)
+    frame = next((frame for frame in frames if not _is_library(frame.f_code.co_filename)), frames[0])
     return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

@@ -1,6 +1,7 @@
 """Live control: the socket of a run, and the commands that use it."""
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -20,7 +21,7 @@ from adl_dist.control.requests import RequestKind, RequestQueue
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, short_address
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
-from adl_dist.monitor.status import process_status, user_frame
+from adl_dist.monitor.status import frames_of_threads, process_status, user_frame
 from adl_dist.schedule import Action, Op
 from tests.support.commands import in_process, shows
 from tests.support.runs import toy_trainer
@@ -201,6 +202,33 @@ def test_a_hanging_thread_is_at_its_innermost_line_not_torchs(package, place):
     over.set()
     thread.join()
     assert line.startswith(place)
+
+
+def test_no_garbage_is_collected_while_frames_are_read():
+    """Python 3.11 can crash if a collection lets the thread go on whose frame gets its object."""
+    begun, over, collections = threading.Event(), threading.Event(), []
+
+    def deep(n):
+        return deep(n - 1) if n else (begun.set(), over.wait())
+
+    thread = threading.Thread(target=deep, args=(50,))
+    thread.start()
+    begun.wait()
+    before = gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    gc.set_threshold(1, 1, 1)
+    try:
+        collections.clear()
+        frames = frames_of_threads()[thread.ident]
+        num = len(collections)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.pop()
+        over.set()
+        thread.join()
+    assert num == 0
+    assert [frame.f_code.co_name for frame in frames].count("deep") == 51
+    assert gc.isenabled()
 
 
 def test_all_stages_of_one_process_report_their_action(tmp_path):
