@@ -17,6 +17,12 @@ def tensors_of(batch: Batch) -> Tensors:
     return (batch,) if isinstance(batch, Tensor) else tuple(tree_leaves(batch))
 
 
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape are equal, NaN included."""
+    one, other = one.to_dense(), other.to_dense()
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def version_of(tensor: Tensor) -> int:
     """Return the version counter of ``tensor``; 0 in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

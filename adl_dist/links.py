@@ -1,5 +1,6 @@
 """The user's description of links between stages: bandwidth and latency."""
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -64,11 +65,11 @@ def parse_links(text: str, key: str) -> Links:
     for one in re.split(r"/(?!s)", text):
         found = re.fullmatch(rf"{NUMBER}({rates})(?:,{NUMBER}({times}))?", one)
         bandwidth = float(found[1]) * RATES[found[2]] / 8 if found else 0.0
-        if found is None or not bandwidth > 0:
+        round_trip = float(found[3]) * TIMES[found[4]] if found and found[3] else 0.0
+        if not bandwidth > 0 or round_trip == math.inf:
             raise ConfigError(
                 f"{key}: '{one}' is not a link; expected a rate above 0 and a round trip, like 100mbit or 100mbit,50ms "
                 f"(rates: {', '.join(RATES)}; times: {', '.join(TIMES)}), and / between several links"
             )
-        round_trip = float(found[3]) * TIMES[found[4]] if found[3] else 0.0
         links.append((bandwidth, round_trip / 2))
     return Links(*(tuple(column) for column in zip(*links, strict=True)))

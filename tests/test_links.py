@@ -34,6 +34,12 @@ def test_links_are_read_in_the_units_of_tc_or_in_bytes(text, bandwidth, latency)
     assert links.latency == pytest.approx(latency)
 
 
+@pytest.mark.parametrize("text", ["0mbit", "100mbit,1e400s", "fast"])
+def test_what_is_no_link_is_refused(text):
+    with pytest.raises(ConfigError, match=f"'{text}' is not a link; expected a rate above 0 and a round trip"):
+        parse_links(text, LINKS)
+
+
 def test_a_list_of_links_has_one_for_each_cut():
     two = parse_links("1gbit,1ms/1gbit,1ms", LINKS)
     assert two.for_stages(3, LINKS) is two

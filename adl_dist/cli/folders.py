@@ -105,16 +105,17 @@ def status(arguments: list[str]) -> None:
     is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))
     where, head = read_json(run_dir / "diverged.json"), f"no run is training in {run_dir}; the last one there"
     has_diverged = where.get("update", -1) >= summary.get("updates", 0)
-    if (run_dir / SOCKET).exists() or not (has_diverged or (summary and is_newest)):  # it has not ended normally
-        answer = ask_run(run_dir, "status")
-        text = table(answer)
-    elif has_diverged:
+    is_training = (run_dir / SOCKET).exists()
+    if has_diverged and not is_training:
         answer = {"ended": {"diverged": where}}
         text = f"{head} diverged at update {where['update']} (epoch {where['epoch'] + 1})"
-    else:
+    elif summary and is_newest and not is_training:
         answer, stopped = {"ended": summary}, summary.get("stopped", {})
         how = f"was stopped by {stopped['why']}, and the same command resumes it" if stopped else "ended like this"
         text = f"{head} {how}:\n{final_table(summary)}"
+    else:
+        answer = ask_run(run_dir, "status")
+        text = table(answer)
     sys.stdout.write(f"{json.dumps(answer) if as_json else text}\n")
 
 

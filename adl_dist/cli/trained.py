@@ -107,7 +107,7 @@ def export(arguments: list[str]) -> None:
     out = Path(options["out"]).absolute()
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
-    if out.suffix in (".onnx", ".gguf", ".h5", ".npz"):
+    if out.suffix.lower() in (".onnx", ".gguf", ".h5", ".npz"):
         raise ConfigError(f"out={out}: export writes a state_dict; give a name like {SINGLE} or model.pt")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")

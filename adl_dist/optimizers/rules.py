@@ -72,6 +72,8 @@ class Rule:
             )
         if not isinstance(frozen, bool):
             raise ConfigError(f"{where}.frozen must be true or false, got {frozen!r}")
+        if odd := [key for key, value in effect.items() if isinstance(value, float) and not math.isfinite(value)]:
+            raise ConfigError(f"{where}.{odd[0]} must be a finite number, got {effect[odd[0]]}")
         if own := [key for key in effect if key in OURS]:
             raise ConfigError(f"{where}: {own[0]} is not for rules to set; give lr_factor, which multiplies the rate")
         return cls(where, names, layers, ndim, effect)

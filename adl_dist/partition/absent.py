@@ -32,7 +32,7 @@ def signature(value: Any) -> Any:
         TypeError: If an argument is an object of a type that has no key.
     """
     kind = type(value)
-    if kind in _SIMPLE or isinstance(value, np.generic):
+    if kind in _SIMPLE:
         return kind, value
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.requires_grad, value.stride() if value.ndim > 3 else None
@@ -44,6 +44,8 @@ def signature(value: Any) -> Any:
         return kind, signature((value.start, value.stop, value.step))
     if kind is type(Ellipsis):
         return kind
+    if isinstance(value, np.generic):
+        return kind, value
     raise TypeError(f"a {kind.__name__} among the arguments")
 
 

@@ -217,7 +217,9 @@ class Machine:
         """Return the speed of each stage's device, or raise a ConfigError."""
         speeds = [1.0] * num_stages if self.speeds is None else [*self.speeds]
         if len(speeds) != num_stages:
-            raise ConfigError(f"partition.device_speeds={speeds} has {len(speeds)} numbers for {num_stages} stages")
+            raise ConfigError(
+                f"partition.device_speeds={speeds} must have one number per stage, {num_stages}, got {len(speeds)}"
+            )
         return speeds
 
 

@@ -564,12 +564,12 @@ class ForwardRun:
                 args, kwargs, leaves = (args[0], *rest[0]), rest[1], leaves[:1]
                 if type(leaves[0]) not in (Value, ForeignParameter):
                     return func(*args, **kwargs)
-            if not any(type(leaf) in (Value, ForeignParameter) for leaf in leaves):  # an autograd function's
-                watcher = self.watcher
-                return func(*args, **kwargs) if watcher is None else watcher.__torch_function__(func, (), args, kwargs)
-            if not any(map(_is_batch, leaves)):
+            if any(map(_is_batch, leaves)):
+                return self._function(func, name, kind, args, kwargs, leaves)
+            if any(type(leaf) in (Value, ForeignParameter) for leaf in leaves):
                 return self._foreign(func, name, kind, args, kwargs)
-            return self._function(func, name, kind, args, kwargs, leaves)
+            watcher = self.watcher  # an autograd function of the stage's own tensors
+            return func(*args, **kwargs) if watcher is None else watcher.__torch_function__(func, (), args, kwargs)
 
     def _function(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> Any:
         assert self.frame is not None
@@ -650,7 +650,9 @@ class ForwardRun:
         except Exception as error:  # for unusual arguments
             self.fail(f"the shape of a tensor that another stage writes to is not known ({error})")
         twin = twins[next(n for n, one in enumerate(unique_tensors((args, kwargs))) if one is target)]
-        found = self.stage.written[label, signature] = twin.shape, twin.stride(), twin.requires_grad
+        found = twin.shape, twin.stride(), twin.requires_grad
+        if signature is not None:
+            self.stage.written[label, signature] = found
         return found
 
     def _foreign(self, func: Any, name: str, kind: Kind, args: Any, kwargs: Any) -> Any:
@@ -662,7 +664,8 @@ class ForwardRun:
         target = writes_to(name, args, kwargs)
         if target is not None:
             if not target.is_meta:
-                if memory_of(target) in {memory_of(tensor) for _, tensor in held_tensors(self.stage.model)}:
+                memory = memory_of(target)
+                if any(memory_of(tensor) == memory for _, tensor in held_tensors(self.stage.model)):
                     self.fail("writes values of a parameter that another stage holds to a tensor of this one")
                 for tensor in (target, target._base):
                     if tensor is not None:  # its elements need what this stage lacks
@@ -810,7 +813,10 @@ class _Watcher(TorchFunctionMode):
         key = run.key(f"{name}*")
         draws = Streams(run.stage.device) if run.tape is not None and run.mode.draws else None
         out = func(*args, **kwargs)
-        if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in leaves):
+        if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in taken):
+            if len(taken) < len(leaves):
+                with native():
+                    args, kwargs = (args[0], *map_tensors(run._stub, args[1:])), map_tensors(run._stub, kwargs)
             run.tape.note(func, args, kwargs, out, draws=draws)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from adl_dist.batch import Batch, arguments_of, version_of
+from adl_dist.batch import Batch, arguments_of, is_equal, version_of
 from adl_dist.errors import PartitionError
 from adl_dist.memory import has_plain_memory, memory_of
 from adl_dist.partition.absent import META, call_signature, infer, is_masked, module_signature
@@ -242,6 +242,7 @@ class Recorder(TorchFunctionMode):
         """Record a run of the model on one micro-batch, and return its output."""
         self.facts: dict[int, _Fact] = {}
         self.kept: list[Any] = []
+        self.in_memory: dict[int, dict[int, Tensor]] = {}
         self.inside: Call | None = None
         self.position = 0
         self._readers: dict[Label, set[Key | None]] = {}
@@ -276,7 +277,7 @@ class Recorder(TorchFunctionMode):
         self._note_replaced()
         self._order_runs()
         self.mode.readers.append(self._readers)
-        self.facts, self.kept = {}, []
+        self.facts, self.kept, self.in_memory = {}, [], {}
         return out
 
     def _inputs(self, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -464,7 +465,7 @@ class Recorder(TorchFunctionMode):
                 self._note_common_draws(moved)
         self._drawn = after
         # Some kernels of torch change a buffer, but not its version.
-        call.moves |= {self.state.get(id(b), "") for b, copy in copies if not torch.equal(b, copy)}
+        call.moves |= {self.state.get(id(b), "") for b, copy in copies if not is_equal(b, copy)}
         for tensor, version in zip((*leaves, *buffers), versions, strict=True):
             if version_of(tensor) != version:
                 if any(tensor is b for b in buffers):
@@ -599,6 +600,8 @@ class Recorder(TorchFunctionMode):
         key = frame.key(f"{name}*", is_module=False)
         if self.is_lazy and any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             args, kwargs = map_leaves(_on_meta, (args, kwargs))
+        target = writes_to(name, args, kwargs)
+        version = None if target is None else version_of(target)
         out = func(*args, **kwargs)
         self._note_draws()
         if kind is Kind.ELEMENTS:
@@ -609,12 +612,12 @@ class Recorder(TorchFunctionMode):
                 self.mode.decides = True
             self._note_effects(-1)
             return out
-        target, written = writes_to(name, args, kwargs), list[Tensor]()
+        written = list[Tensor]()
         if target is not None:
             memory = memory_of(target)
-            written = [t for t in (target, *self.kept) if isinstance(t, Tensor) and memory_of(t) == memory]
+            written = [target, *self.in_memory.get(memory, {}).values()]
             kind_of_memory, name_of_memory = self.origins.get(memory, ("", None))
-            if kind_of_memory == "input":
+            if kind_of_memory == "input" and version_of(target) != version:
                 raise PartitionError(f"{users_line()}: the forward writes to input {name_of_memory}; write to a copy")
             if kind_of_memory == "state":
                 around = self.frames[-1].call
@@ -650,7 +653,7 @@ class Recorder(TorchFunctionMode):
         return self._memories.setdefault((len(self.mode.inputs), memory_of(tensor)), len(self._memories))
 
     def _set(self, tensor: Tensor, fact: _Fact) -> None:
-        self.kept.append(tensor)
+        self.in_memory.setdefault(memory_of(tensor), {})[id(tensor)] = tensor
         self.facts[id(tensor)] = fact
 
     def _value(self, tensor: Tensor, label: Label, call: Call | None = None) -> None:

@@ -27,7 +27,8 @@ NOT_IN_LABELS = (CONTENDER, "method.", "partition.num_stages", "num_stages", "se
 OF_SCRIPT = (  # settings that a script's config.yaml has without their group
     *("partition.num_stages", "partition.balance", "partition.tied", "data.shuffle", "train.batch_size"),
     *("train.clip_norm", "train.clip_scope", "train.non_finite", "train.max_skipped", "train.eval_every_updates"),
-    *("runtime.autocast", "runtime.codec", "runtime.tf32", "runtime.checkpoint_every_updates"),
+    *("runtime.autocast", "runtime.codec", "runtime.gradient_codec", "runtime.tf32", "runtime.deterministic"),
+    *("runtime.channels_last", "runtime.checkpoint_every_updates", "train.ema"),
 )
 KEYS = {key.partition(".")[2]: key for key in OF_SCRIPT}
 RESUMED = "resumed from"  # how the entry of a start from a checkpoint begins

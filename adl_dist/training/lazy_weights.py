@@ -92,6 +92,8 @@ class LazyWeights:
                 new |= make(name, layer, {full: t for full, (_, t) in own.items() if full not in new})
                 for full, value in new.items():
                     key, old = own[full]
+                    if value.shape != old.shape:
+                        raise ConfigError(f"'{full}' should have shape {list(old.shape)}, found {list(value.shape)}")
                     made[id(old)] = _put(layer, key, old, value)
                     if isinstance(module, StageModule):
                         module.replace(full, old, made[id(old)])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torch import nn
 
 from adl_dist.checkpoint.weight_files import WeightFiles
+from adl_dist.errors import ConfigError
 from adl_dist.report import say
 from adl_dist.report.callbacks import Callback, TrainerState
 
@@ -20,6 +21,8 @@ class TextSamples(Callback):
     """
 
     def __init__(self, model: nn.Module, write: Callable[[nn.Module], str]) -> None:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError("TextSamples: the model is on torch.device('meta'); give it one with memory")
         self._model, self._write = copy.deepcopy(model).cpu().eval(), write
 
     def on_checkpoint(self, now: TrainerState) -> None:

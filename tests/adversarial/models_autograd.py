@@ -316,3 +316,12 @@ def rounds_its_weights(self, x):
     for layer in self.layers:
         h = torch.tanh(nn.functional.linear(h, Rounded.apply(layer.weight), layer.bias))
     return self.head(h)
+
+
+@model(enter=linear(6), layers=several(3, linear()), head=linear(WIDTH, NUM_CLASSES))
+def weights_like_a_value(self, x):
+    """Weights in the type of a value, outside of their layer; other stages have neither or the value only."""
+    h = self.enter(x)
+    for layer in self.layers:
+        h = torch.tanh(h @ (2 * layer.weight).to(h).T + layer.bias.clone().type_as(h))
+    return self.head(h)

@@ -150,3 +150,23 @@ def writes_to_its_tokens(self, words):
     for layer in self.layers:
         h = torch.tanh(layer(h))
     return self.head(h.mean(dim=1))
+
+
+@model(enter=linear(6), layers=several(3, linear()), head=linear(WIDTH, NUM_CLASSES))
+def fills_a_table_in_a_loop(self, x):
+    table = torch.zeros(40)
+    for place in range(40):
+        table[place] = place / 40
+    h = self.enter(x)
+    for layer in self.layers:
+        h = torch.tanh(layer(h) + table[:WIDTH])
+    return self.head(h)
+
+
+@model("tokens", embed=embedding(), layers=several(3, linear()), head=linear(WIDTH, NUM_CLASSES))
+def tokens_without_a_gradient(self, words):
+    """These functions write no elements."""
+    h = self.embed(words.requires_grad_(False).detach_())
+    for layer in self.layers:
+        h = torch.tanh(layer(h))
+    return self.head(h.mean(dim=1))

@@ -25,6 +25,7 @@ def test_an_odd_model_is_equal_or_refused(name, K):
 
 
 REPLAYED = ("contiguous_already", "autocasting", "pruned", "old_weight_norm", "hook_on_activation")
+REPLAYED += ("weights_like_a_value", "rounds_its_weights")
 # Those that draw have a stream of their own for each stage there; that one keeps a value of the micro-batch before.
 OTHERWISE = ("dropouts", "gumbel_choice", "checkpointed_dropout", "python_depth", "remembers_the_last")
 

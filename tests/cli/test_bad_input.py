@@ -5,6 +5,7 @@ Here are those that show when the stages meet the data, in training, and with a 
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -255,6 +256,13 @@ def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tm
     assert (snapshot(run_dir / "checkpoints"), snapshot(foreign[0])) == before
     outcome = in_process(*words(tmp_path / "new", f"resume={foreign[0]}"))
     assert (outcome.code, outcome.err) == (0, ""), "nothing stands in the way of the corrected command"
+
+
+@pytest.mark.parametrize(("node", "value"), [("model", "3"), ("optimizer", "null")])
+def test_a_node_of_a_configuration_without_settings_is_named(node, value, run_dir):
+    config = re.sub(rf"^{node}:\n(  .*\n)+", f"{node}: {value}\n", (run_dir / "config.yaml").read_text(), flags=re.M)
+    (run_dir / "config.yaml").write_text(config)
+    shows(refused("evaluate", f"run_dir={run_dir}"), [f"{node}={None if value == 'null' else 3}: expected settings"])
 
 
 @pytest.mark.parametrize("garbage", ["a: [1", "\udcff", "foo: 1"])

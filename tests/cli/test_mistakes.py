@@ -129,7 +129,7 @@ COMMANDS = [
     ([*COSTS, "nowhere.yaml"], ["nowhere.yaml is neither a YAML mapping nor a file of one: ", "No such file"]),
     # plan
     ([*PLAN, "--stages", "a"], ["--stages: expected a whole number of at least 2, got a"]),
-    ([*PLAN, "--stages", "2", *SPEEDS], ["device_speeds=[1, 2, 3] has 3 numbers for 2 stages"]),
+    ([*PLAN, "--stages", "2", *SPEEDS], ["device_speeds=[1, 2, 3] must have one number per stage, 2, got 3"]),
     (["plan", "data=cifar10", f"data.root={NOWHERE}"], ["CIFAR-10: ", "; or describe a sample: --input 3,224,224"]),
     ([*PLAN, "--links", "fast"], ["--links: 'fast' is not a link", "like 100mbit or 100mbit,50ms"]),
     ([*PLAN, "--methods", "adl,nope"], ["no method 'nope'", "gpipe"]),

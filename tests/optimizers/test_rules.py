@@ -106,7 +106,8 @@ REFUSED = [
     ({"layers": "Linea", "frozen": True}, "no layer of the model is called 'Linea'; near it are Linear"),
     ({"names": "*.bias", "ndim": 4, "frozen": True}, "is about no parameter: .* have 1, 2, 4 dim"),
     ({"names": "*", "momentumm": 1}, r"SGD has no option 'momentumm' for 0.0.weight; did you mean momentum\?"),
-    ({"names": "*", "momentum": float("inf")}, "momentum=inf: expected a float, like 0.9"),
+    ({"names": "*", "momentum": float("inf")}, "momentum must be a finite number, got inf"),
+    ({"names": "*", "weight_decay": float("nan")}, "weight_decay must be a finite number, got nan"),
     ({"names": "*", "momentum": -1}, r"torch's SGD refuses .*'momentum': -1, .*; its options"),
 ]
 

@@ -118,6 +118,24 @@ def test_a_cut_that_is_impossible_is_refused_by_its_reason(build, message):
         stages_of(build, RECORDED, [place, len(units) - place])
 
 
+def test_a_constant_buffer_with_nan_may_be_on_two_stages():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.values = nn.Parameter(torch.ones(8)), nn.Buffer(torch.full((8,), torch.nan))
+
+        def forward(self, h):
+            return self.gain * h + self.values.nan_to_num()
+
+    def twice():
+        return Net(lambda net, x: net.table(net.b(net.table(net.a(x)))), table=Table())
+
+    units = Chain(twice(), RECORDED).units
+    place = units.index("b")
+    stages, _ = stages_of(twice, RECORDED, [place, len(units) - place])
+    assert [stage.model.table.values.isnan().all().item() for stage in stages] == [True, True]
+
+
 def test_a_tie_that_must_be_on_one_stage_forbids_cuts():
     def tied():
         net = Net(lambda net, x: net.c(net.b(net.a(x))))

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -10,7 +11,9 @@ import yaml
 from adl_dist.report import curves
 from adl_dist.report.comparison import compare, write_comparison
 from adl_dist.report.page import write_page
-from adl_dist.report.runs import measure_of, read_runs
+from adl_dist.report.runs import KEYS, measure_of, read_runs
+from adl_dist.stage import Precision
+from adl_dist.stage_options import GradientPolicy
 from tests.support.commands import in_process, shows
 
 EPOCHS = 3
@@ -100,6 +103,11 @@ def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
     every = "runtime.checkpoint_every_updates=40"
     labels = [of_sgd.format(0.1), of_sgd.format(0.2), of_adam, f"{every} {of_adam}"]
     assert [*rows] == [f"adl {label}" for label in labels]
+
+
+def test_settings_of_a_script_have_the_names_of_a_commands():
+    of_script = {*Precision().settings, *asdict(GradientPolicy())} - {"dtype"}
+    assert of_script <= KEYS.keys()
 
 
 def test_a_row_has_no_setting_that_a_script_does_not_record(runs):

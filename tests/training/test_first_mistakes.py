@@ -70,7 +70,7 @@ MADE = [
     ({"one_per_stage": True}, "was started plainly: start it with torchrun --nproc-per-node=2"),
     ({"device": "gpu"}, "device='gpu': expected 'cpu' or 'cuda'"),
     ({"device": "cuda:1"}, "takes the GPU of its local rank, here cuda:0"),
-    ({"balance": "auto", "speeds": [1]}, r"speeds=\[1\]\) has 1 numbers for 2 stages"),
+    ({"balance": "auto", "speeds": [1]}, r"speeds=\[1\]\) must have one number per stage, 2, got 1"),
     ({"dtype": torch.bfloat16}, "dtype=bfloat16 is not supported; expected"),
     ({"autocast": torch.float16}, "float16'. is not supported; use bfloat16"),
     ({"autocast": "bfloat16", "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import adl_dist
+from adl_dist import TextSamples
 from adl_dist.checkpoint import tensor_files
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.errors import ConfigError
@@ -207,6 +208,15 @@ class Half(nn.Module):
         self.table.view(-1)[: self.filled] = 1
 
 
+class Smaller(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(8))
+
+    def reset_parameters(self):
+        self.scale = nn.Parameter(torch.ones(1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64])
 def test_numbers_that_are_not_filled_show_in_any_dtype(dtype):
     with META:
@@ -218,13 +228,15 @@ def test_numbers_that_are_not_filled_show_in_any_dtype(dtype):
 
 def test_a_model_that_cannot_be_made_on_meta_is_refused(sharded, monkeypatch):
     with META:
-        failing, bare = Half(torch.bool, "x"), nn.ParameterList([torch.empty(2)])
+        failing, bare, smaller = Half(torch.bool, "x"), nn.ParameterList([torch.empty(2)]), Smaller()
         part, together, elsewhere, autocast = (nn.Linear(2, 2) for _ in range(4))
     together.reset_layer, elsewhere.weights_in = print, sharded[0]
     spec = replace(spec_of(2, torch.optim.SGD), precision=adl_dist.Precision(autocast="bfloat16"))
     for make, told in (
         (lambda: made(nn.Sequential(nn.Linear(2, 2), part)), "in part: '0.weight' is on cpu; build all of it"),
         (lambda: made(bare), r"'0' is on .*: ParameterList has no reset_parameters\(\) that fills"),
+        (lambda: made(nn.Sequential(smaller)), r"'0.scale' should have shape \[8\], found \[1\]"),
+        (lambda: TextSamples(bare, str), "TextSamples: the model is on torch.device"),
         (lambda: made(failing), r"cannot be made: Half.reset_parameters\(\) fails with TypeError: slice"),
         (lambda: made(together), "a Linear draws all its weights together, so .* from files only: give init_from"),
         (lambda: made(elsewhere), r"meta_init\)? ?=true reads all tensors of this model from the folder .*; use"),

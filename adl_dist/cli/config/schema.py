@@ -129,6 +129,9 @@ class RunConfig:
         hints = {f.name: f.type for f in fields(cls)}
         values = {key: as_typed(hints[key], value) for key, value in plain.items()}
         values |= {name: _group(name, plain.get(name, {})) for name in GROUPS}
+        for name in OPEN_NODES:
+            if not isinstance(values.get(name, {}), dict):
+                raise ConfigError(f"{name}={values[name]!r}: expected settings, like {name}._target_=my.module.make")
         return cls(**values | {"method": made_from(Method, vars(values["method"]))})
 
     def build(self, cls: type[T], **others: Any) -> T:

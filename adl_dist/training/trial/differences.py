@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from adl_dist.batch import is_equal
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import flatten_output, takes_gradient
 from adl_dist.training.trial.stage_run import STATE, Results
@@ -73,13 +74,6 @@ def _describe(what: str, expected: Tensor | None, found: Tensor | None, eps: flo
     pair = [f"{tensor.flatten()[place].item():.6g}" for tensor in wide]
     share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
     return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
-
-
-def is_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape are equal, NaN included."""
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        a, b = _wide(a), _wide(b)
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _wide(tensor: Tensor) -> Tensor:
