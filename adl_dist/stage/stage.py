@@ -448,8 +448,8 @@ class Stage(Learner):
         skip, norm = self.tally.skipped is not None, self._gradient_norm
         if self.model_norm is not None:
             norm = self.tally.model_norm = self.model_norm.whole()
-        if self.optimizer is not None:
-            self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self.rate_factor
+        rates = [float(one.optimizer.param_groups[0]["lr"]) * one.rate_factor for one in self.learners if one.optimizer]
+        self.tally.learning_rate = next(iter(rates), None)  # all weights of a stage may be tied
         if self._policy is not None:
             in_flight = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
             parameters = self._policy.next_version(self.version, in_flight)

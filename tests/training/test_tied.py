@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import adl_dist
 from adl_dist.errors import ConfigError, DivergedError, PartitionError
 from adl_dist.optimizers import Muon
 from adl_dist.stage.tied import TiedWeights
@@ -198,6 +199,14 @@ def test_a_stage_may_have_nothing_but_tied_weights(name):
     if name == "1f1b":
         for tensor, expected in zip(got.values(), trainers[1].full_state_dict().values(), strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_rate_is_recorded_where_all_weights_are_tied():
+    rates, callback = [], adl_dist.Callback()
+    callback.on_update = lambda now: rates.append(now.metrics["train_learning_rate"])
+    trainer = toy_trainer(2, 2, "1f1b", model=tied_net(), balance=[5, 1])
+    trainer.fit(FixedImages(12), epochs=1, batch_size=6, callbacks=[callback], monitoring=SILENT)
+    assert rates == [LR, LR]
 
 
 @pytest.mark.parametrize(("net", "weights"), [(tied_net, "stash"), (batch_norm_net, "recompute")])
