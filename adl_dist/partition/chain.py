@@ -127,7 +127,7 @@ class Chain:
     def stages(self, model: nn.Module, plan: StagePlan, sizes: Sequence[int], own: Sequence[int]) -> list[StageModule]:
         """Return the stages numbered ``own``; they share the tensors of ``model``."""
         bounds = [*pairwise(accumulate(sizes, initial=0))]
-        return [StageModule(model, plan, k, self.units[slice(*bounds[k])], self._layout) for k in own]
+        return [StageModule(model, plan, k, self.units[slice(*bounds[k])], self._layout, own) for k in own]
 
     def sizes_of(self, blocks: Sequence[int]) -> list[int]:
         """Convert each stage's number of blocks to its number of units."""

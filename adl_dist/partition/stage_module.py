@@ -6,6 +6,7 @@ asking for their elements is an error with the user's line. A value that a call 
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.batch import Structure
+from adl_dist.errors import PartitionError
 from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
 from adl_dist.partition.intercept import OF_TORCH, place_of_call
-from adl_dist.partition.recording import copied, held_tensors, module_named, put_tensor
+from adl_dist.partition.recording import copied, held_tensors, module_named, put_tensor, tensor_named
 from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
 from adl_dist.partition.value import (
@@ -55,7 +57,7 @@ class StageModule(_Part):
     Attributes:
         plan: the plan of all stages.
         units: names of its units.
-        copies: names of the parameters that an earlier stage also holds, and that this one has a copy of.
+        copies: names of the parameters that an earlier stage of this process holds, and that this one has a copy of.
         seeds: (seeds for draws that do not depend on the batch, seeds for draws that do), each by stream: ``torch``,
             ``python``, ``numpy``. The stage that trains this module sets them for each micro-batch if :attr:`draws`
             asks for them.
@@ -66,16 +68,27 @@ class StageModule(_Part):
     tape: Tape | None
 
     def __init__(
-        self, model: nn.Module, plan: StagePlan, index: int, units: Sequence[str], layout: Structure | None = None
+        self,
+        model: nn.Module,
+        plan: StagePlan,
+        index: int,
+        units: Sequence[str],
+        layout: Structure | None = None,
+        of_process: Sequence[int] = (),
     ) -> None:
         """Copy ``model`` for this stage.
 
-        ``layout`` is the structure of the model's inputs, or None if all are positional.
+        ``layout`` is the structure of the model's inputs, or None if all are positional. ``of_process`` are the stages
+        in this process; the first of them that needs a tensor takes the model's own, and the others copy it.
         """
         super().__init__()
         self.plan, self.index, self.units, self.layout = plan, index, list(units), layout
         self.is_last = index == plan.num_stages - 1
         self.copies: list[str] = []
+        self._of_process = {index, *of_process}
+        self._firsts: set[str] = set()  # names of buffers that are the model's own
+        self._follows: dict[str, bool] = {}  # names of tensors with values of the model's: whether they are registered
+        self._begun: dict[str, Any] = {}  # these tensors when the first segment of the call began
         self.seeds: tuple[dict[str, int], Any] | None = None
         self.own_streams: Any = None
         self.keep_tape, self.tape = False, None
@@ -92,15 +105,16 @@ class StageModule(_Part):
         moved = plan.recording.moved.keys() | {name for call in calls for name in call.moves}
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
-            memo[id(tensor)] = self._own_or_other(name, tensor, stages)
-            is_moved = name in moved  # by units, or the stages that run the forward; copies of others stand still
-            is_copied = index in stages if is_moved or isinstance(tensor, nn.Parameter) else name in plan.everywhere
-            if stages and (index == stages[0] or is_copied):
-                held |= dict.fromkeys(names.get(id(tensor), ()), memo[id(tensor)])
+            memo[id(tensor)] = own = self._own_or_other(name, tensor, stages)
+            if not own.is_meta and (own is not tensor or not isinstance(own, nn.Parameter)):
+                self._follows |= {name: id(tensor) in names}
+            if index in stages or (stages and name in plan.everywhere - moved):  # copies elsewhere stand still
+                held |= dict.fromkeys(names.get(id(tensor), ()), own)
         twin = copied(model, memo)
         self.model = twin
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
-        self._given = {n: _attributes(m) for n, (m, _) in enumerate(zip(model.modules(), twin.modules(), strict=True))}
+        self._given = {n: _attributes(m) for n, m in enumerate(model.modules())}
+        self._parts: dict[int, Any] = {}  # of each module of the model when the first segment began
         self._register(twin, held)
         self.is_changed = False  # by the user, since the model was recorded
         self.results: dict[CallPlan, Results] = {}
@@ -114,8 +128,8 @@ class StageModule(_Part):
         for module in twin.modules():
             name = self._names[id(module)]
             if name in followed:
-                place, own = self._natives[module] = place_of_call(module, name in plan.recording.hooked)
-                vars(module)[place] = call_of(module, name, own, self)
+                place, call = self._natives[module] = place_of_call(module, name in plan.recording.hooked)
+                vars(module)[place] = call_of(module, name, call, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the stage, even one named like a module."""
@@ -124,14 +138,17 @@ class StageModule(_Part):
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return a tensor of the model for this stage: itself, a copy or on meta."""
         index = self.index
+        users = (*stages, *range(self.plan.num_stages)) if stages and name in self.plan.everywhere else stages
+        is_first = index == next((k for k in users if k in self._of_process), None)
         if isinstance(tensor, nn.Parameter):
             if index not in stages:
                 return foreign_parameter(tensor)
-            if index == stages[0]:
+            if is_first:
                 return tensor
             self.copies.append(name)
             return copy.deepcopy(tensor)
-        if stages and index == stages[0]:
+        if is_first:
+            self._firsts.add(name)
             return tensor
         if name in self.plan.everywhere or index in stages or not stages:
             return tensor.detach().clone() if tensor.is_leaf or stages else tensor
@@ -165,7 +182,6 @@ class StageModule(_Part):
         place(twin, self)
         self.register_buffers()
         self.held = [*held]
-        self._own_ids = {id(tensor) for tensor in held.values()}
         self._names = {id(module): name for name, module in twin.named_modules()}
 
     def register_buffers(self) -> None:
@@ -204,8 +220,8 @@ class StageModule(_Part):
                     tensor.data = fn(tensor.data)
                     if tensor.grad is not None:
                         tensor.grad.data = fn(tensor.grad.data)
-            elif isinstance(tensor, Tensor):
-                module._buffers[key] = fn(tensor)
+            elif isinstance(tensor, Tensor) and (other := fn(tensor)) is not tensor:
+                self.replace(name, tensor, other)
         for name in self.plan.everywhere:
             path, _, key = name.rpartition(".")
             module = self.model.get_submodule(path)
@@ -221,7 +237,7 @@ class StageModule(_Part):
         return any(p.is_meta for p in self.parameters())
 
     def replace(self, name: str, old: Tensor, new: Tensor) -> None:
-        """Replace ``old``, a meta tensor of this stage and the model, by ``new``."""
+        """Replace ``old``, a tensor of this stage and the model, by ``new``."""
         path, _, key = name.rpartition(".")
         twin = self.model.get_submodule(path)
         users = [module for mine, other in self._twins if other is twin and (module := mine()) is not None]
@@ -258,15 +274,26 @@ class StageModule(_Part):
         return common, own
 
     def take_changes(self) -> None:
-        """Copy changed attributes, hooks and ``requires_grad`` from the model."""
+        """Take over the changes that the user has made to the model.
+
+        These are attributes, hooks, ``requires_grad`` and elements of tensors, except of those that a forward of this
+        call has assigned. Raise PartitionError for other modules, parameters or shapes.
+        """
         for number, (mine, twin) in enumerate(self._twins):
             module = mine()
             if module is None or module is twin:  # a ScriptModule has no copy
                 continue
+            if self._parts.setdefault(number, parts := _parts(module)) != parts:
+                raise PartitionError(
+                    f"stage {self.index}: '{self._names[id(twin)] or type(module).__name__}' of the model has other "
+                    "modules, parameters or shapes than when it was cut; write to tensors in place, or make a new "
+                    "Trainer"
+                )
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
-                if key not in before or not _same(before[key], value):
+                if before.get(key) != value:
                     self._note_change()
+                    value = vars(module)[key]
                     vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value)
             self._given[number] = now
             for key, parameter in module._parameters.items():
@@ -274,6 +301,11 @@ class StageModule(_Part):
                 if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
                     other.requires_grad_(parameter.requires_grad)
                     self._note_change()
+        model = self._twins[0][0]() or self.model  # the user may have deleted it
+        for name in self._follows:
+            own, theirs = tensor_named(self.model, name), tensor_named(model, name)
+            if self._begun.setdefault(name, own) is own is not theirs and isinstance(own, Tensor):
+                own.detach().copy_(theirs.detach())
 
     def _note_change(self) -> None:
         """Note that results of skipped calls may differ from the recorded ones."""
@@ -350,14 +382,13 @@ class StageModule(_Part):
             if id(twin) in extra:
                 module.set_extra_state(copy.deepcopy(twin.get_extra_state()))
             for key, tensor in twin._buffers.items():
-                if tensor is not None and not tensor.is_meta and key in module._buffers:
-                    of_stage = id(tensor) in self._own_ids
-                    if not of_stage and module._buffers[key] is not tensor and self._holds(twin, key):
-                        module._buffers[key] = tensor
+                if tensor is not None and not tensor.is_meta and key in module._buffers and self._holds(twin, key):
+                    module._buffers[key] = tensor
+        self._begun = {name: own for name, own in self._begun.items() if not self._follows[name]}
 
     def _holds(self, twin: nn.Module, key: str) -> bool:
         name = self._names.get(id(twin))
-        return name is not None and f"{name}.{key}".lstrip(".") in self.held
+        return name is not None and f"{name}.{key}".lstrip(".") in self._firsts.intersection(self.held)
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -375,21 +406,31 @@ _OWN = {*OF_TORCH, "training", "forward"}
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes that a user may change, with hook dicts copied."""
     return {
-        key: dict(value) if key.endswith("_hooks") and isinstance(value, dict) else value
+        key: (*value.items(),) if key.endswith("_hooks") and isinstance(value, dict) else _content(value)
         for key, value in vars(module).items()
         if key not in _OWN and not isinstance(value, Tensor)
     }
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, (bool, int, float, str, tuple, dict)) and type(one) is type(other):
-        try:
-            return bool(one == other)
-        except Exception:  # of elements that cannot be compared
-            return False
-    return False
+def _parts(module: nn.Module) -> Any:
+    """Return the ids of parameters and children, and shapes of other tensors."""
+    others = {**module._buffers, **vars(module)}
+    shapes = {key: value.shape for key, value in others.items() if isinstance(value, Tensor)}
+    return [*map(id, (*module._parameters.values(), *module._modules.values()))], shapes
+
+
+def _content(value: Any) -> Any:
+    """Return ``value`` as text, or its identity if it is no plain data."""
+
+    def parts(of: Any) -> Any:
+        if callable(of) or isinstance(of, Tensor):
+            raise TypeError
+        return str(of) if isinstance(of, torch.dtype) else vars(of)
+
+    try:
+        return json.dumps(value, default=parts)
+    except (TypeError, ValueError, RecursionError):
+        return id(value), value
 
 
 def _visible(frame: FramePlan, stage: int) -> Iterator[str]:

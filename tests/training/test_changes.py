@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import adl_dist
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, PartitionError
+from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT
@@ -68,3 +70,100 @@ def test_a_number_may_change_after_an_epoch(change, by_callback):
 def test_a_callback_may_not_freeze():
     with pytest.raises(ConfigError, match=r"stage 1: requires_grad of '3.weight' was changed during the run"):
         trained(freezes, by_callback=True)
+
+
+# --- What several stages use, against one stage, which has no copies ------------------------------------------------
+
+
+class Shared(nn.Module):
+    """A weight, two buffers, a tensor and two containers of numbers, all used on several stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.layer, self.again, self.head = (nn.Linear(n, m) for n, m in [(72, 6), (6, 6), (6, 6), (6, 5)])
+        self.again.weight = self.layer.weight
+        self.register_buffer("gain", torch.ones(6))
+        self.register_buffer("calls", torch.zeros(()))
+        self.shift, self.options, self.taus = torch.zeros(()), {"scale": 1.0}, [1.0]
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 0.01
+        h = x.flatten(1)
+        for layer in (self.into, self.layer, self.again):
+            h = torch.tanh(layer(h) * self.gain * self.options["scale"] / self.taus[0] + self.shift + self.calls)
+        return self.head(h)
+
+
+@torch.no_grad()
+def halves(model):
+    model.layer.weight.mul_(0.5)
+
+
+def loads(model):
+    model.load_state_dict({name: 0.7 * tensor for name, tensor in model.state_dict().items()})
+
+
+def fills(model):
+    model.gain.fill_(0.5)
+    model.calls.zero_()
+    model.shift.fill_(0.1)
+
+
+def assigns(model):
+    model.gain, model.shift = torch.full((6,), 0.5), torch.tensor(0.1)
+
+
+def counts(model):
+    model.options["scale"], model.taus[0] = 0.5, 2.0
+
+
+def of_shared(K, change, folder=None):
+    """Train two epochs and one more; make ``change`` after the first, by a callback, and after the second."""
+    torch.manual_seed(0)
+    model, callback = Shared(), adl_dist.Callback()
+    callback.on_epoch = lambda now: change(model) if now.epoch == 1 and folder is None else None
+    trainer = toy_trainer(K, 2, "1f1b", model=model, balance="even")
+    trainer.fit(DATA, epochs=2, batch_size=4, callbacks=[callback], monitoring=SILENT, run_dir=folder)
+    change(model)
+    loss = trainer.evaluate(DATA)["validation_loss"]
+    trainer.fit(DATA, epochs=3 if folder else 1, batch_size=4, monitoring=SILENT, run_dir=folder)
+    if folder:
+        trainer.load_checkpoint(folder)
+    change(model)
+    return {**trainer.full_state_dict(), "loss": torch.tensor(loss), "after": trainer.evaluate(DATA)["validation_loss"]}
+
+
+@pytest.mark.parametrize("change", [halves, loads, fills, assigns, counts])
+@pytest.mark.parametrize("K", [2, 3])
+def test_what_the_user_writes_reaches_every_stage(K, change):
+    torch.testing.assert_close(of_shared(K, change), of_shared(1, change))
+
+
+@pytest.mark.ranks
+def test_what_each_rank_writes_reaches_its_stage(tmp_path):
+    uncut = of_shared(1, fills, tmp_path / "uncut")
+    for found in run_ranks(2, of_shared, 2, fills, tmp_path / "ranks"):
+        torch.testing.assert_close(found, uncut)
+
+
+def other_head(model):
+    model.head = nn.Linear(6, 5)
+
+
+def other_weights(model):
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def prunes(model):
+    prune.l1_unstructured(model.into, "weight", amount=0.5)
+
+
+def other_shape(model):
+    model.gain = torch.ones(1)
+
+
+@pytest.mark.parametrize("change", [other_head, other_weights, prunes, other_shape])
+def test_a_part_that_was_replaced_is_refused(change):
+    with pytest.raises(PartitionError, match="other modules, parameters or shapes than when it was cut"):
+        of_shared(2, change)
