@@ -204,8 +204,8 @@ def _storable(whose: str) -> Iterator[None]:
         yield
     except Unstorable as error:
         raise ConfigError(
-            f"state_dict() of the {whose} cannot be saved: {error}; let it return tensors, numbers and text, or train "
-            "without run_dir"
+            f"state_dict() of the {whose} cannot be saved: {error}; let it return tensors, numbers and text"
+            f"{', or train without run_dir' if whose != 'model' else ''}"  # that of a model is looked at in any case
         ) from None
 
 
