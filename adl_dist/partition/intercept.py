@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from adl_dist.errors import HERE
+
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
 OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", CALL}  # in vars() of each module
-PLACES = [os.path.dirname(file) + os.sep for file in (torch.__file__, __file__)]
-NOT_THE_USERS = (*PLACES, "<frozen", "<string")  # beginnings of the names of files
+OWN = "cli", "control", "partition", "stage", "training"  # not models, whose lines are as good as the user's
+PLACES = [os.path.dirname(torch.__file__), *(f"{HERE}{part}" for part in OWN)]
+NOT_THE_USERS = (*(f"{place}{os.sep}" for place in PLACES), "<frozen", "<string")  # beginnings of the names of files
 
 
 def is_openable(module: nn.Module) -> bool:

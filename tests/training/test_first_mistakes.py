@@ -283,6 +283,13 @@ def test_validation_data_that_are_not_finite_lose_no_epoch(non_finite, tmp_path,
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000003"]
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # in favour of the one that is a parametrization
+def test_a_line_that_a_refusal_names_is_the_users():
+    model = nn.Sequential(nn.Flatten(), *(nn.utils.spectral_norm(nn.Linear(n, 5)) for n in (72, 5)))
+    with pytest.raises(PartitionError, match=r"^\S+/test_first_mistakes.py:\d+: stage 0: writes values"):
+        fit(toy_trainer(2, model=model, balance="even"), epochs=1)
+
+
 def test_a_name_in_another_encoding_is_in_the_log(tmp_path):
     log_to(tmp_path / "rank0.log")
     (handler,) = (one for one in logging.getLogger("adl_dist").handlers if isinstance(one, logging.FileHandler))
