@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -269,10 +268,16 @@ def maps(net, x):
     return y * torch.tanh(torch.vmap(torch.tanh)(net.b.bias) if unlike(x) else y)
 
 
+def writes_places(net, x):
+    h, places = net.a(x), torch.empty(0, dtype=torch.long)
+    torch.nonzero(h.detach(), out=places)
+    return net.b(h)
+
+
 NORM = {"norm": nn.BatchNorm1d(8), "act": nn.Tanh()}
 RUNNING = {
     "activation": (lambda: Net(other_activation, **NORM), "'act' is computed with a parameter or buffer that another"),
-    "numpy": (lambda: Net(lambda net, x: net.b(net.a(x).clamp_(np.float64(0)))), "stage writes to is not known"),
+    "places": (lambda: Net(writes_places), "the shape of a tensor that another stage writes to is not known"),
     "module": (lambda: Net(calls_module), "calls 'c', which no recorded micro-batch did; let the recorded ones"),
     "function": (lambda: Net(calls_function), r"refusals.py:\d+: stage 0: calls 'sinh' on values of the batch, which"),
     "left out": (lambda: Net(leaves_out), "'a' did not run in this micro-batch, but its result crosses to the next"),
