@@ -18,7 +18,9 @@ def tensors_of(batch: Batch) -> Tensors:
 
 
 def is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape are equal, NaN included."""
+    """Return whether two tensors are equal, NaN included."""
+    if one.shape != other.shape:
+        return False
     one, other = one.to_dense(), other.to_dense()
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 

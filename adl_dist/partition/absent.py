@@ -61,7 +61,7 @@ def module_signature(module: nn.Module) -> Any:
     )
 
 
-class _Itself:
+class Itself:
     """A key for an object's identity; it keeps the object and so its id()."""
 
     def __init__(self, value: Any) -> None:
@@ -71,14 +71,14 @@ class _Itself:
         return id(self._value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other._value is self._value
+        return isinstance(other, Itself) and other._value is self._value
 
 
 def _of_attribute(value: Any) -> Any:
     try:
         return signature(value)
     except TypeError:
-        return _Itself(value)
+        return Itself(value)
 
 
 def _is_autocast() -> bool:

@@ -8,7 +8,7 @@ asking for their elements is an error with the user's line. A value that a call 
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import ref
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from adl_dist.batch import Structure
 from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Results, module_signature
+from adl_dist.partition.absent import Itself, Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
 from adl_dist.partition.intercept import OF_TORCH, place_of_call
@@ -279,33 +279,39 @@ class StageModule(_Part):
         These are attributes, hooks, ``requires_grad`` and elements of tensors, except of those that a forward of this
         call has assigned. Raise PartitionError for other modules, parameters or shapes.
         """
+        if (model := self._twins[0][0]()) is None:  # the user has deleted it
+            return
+        memo: dict[int, Any] = {}  # what modules share is shared by their copies
         for number, (mine, twin) in enumerate(self._twins):
             module = mine()
-            if module is None or module is twin:  # a ScriptModule has no copy
+            if module is twin:  # a ScriptModule has no copy
                 continue
-            if self._parts.setdefault(number, parts := _parts(module)) != parts:
-                raise PartitionError(
-                    f"stage {self.index}: '{self._names[id(twin)] or type(module).__name__}' of the model has other "
-                    "modules, parameters or shapes than when it was cut; write to tensors in place, or make a new "
-                    "Trainer"
-                )
+            if module is None or self._parts.setdefault(number, parts := _parts(module)) != parts:
+                raise self._other(self._names[id(twin)] or type(model).__name__)
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
                 if before.get(key) != value:
                     self._note_change()
                     value = vars(module)[key]
-                    vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value)
+                    vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
             self._given[number] = now
             for key, parameter in module._parameters.items():
                 other = twin._parameters.get(key)
                 if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
                     other.requires_grad_(parameter.requires_grad)
                     self._note_change()
-        model = self._twins[0][0]() or self.model  # the user may have deleted it
         for name in self._follows:
             own, theirs = tensor_named(self.model, name), tensor_named(model, name)
             if self._begun.setdefault(name, own) is own is not theirs and isinstance(own, Tensor):
+                if not isinstance(theirs, Tensor) or theirs.shape != own.shape:
+                    raise self._other(name)
                 own.detach().copy_(theirs.detach())
+
+    def _other(self, name: str) -> PartitionError:
+        return PartitionError(
+            f"stage {self.index}: '{name}' of the model has other modules, parameters or shapes than when it was cut; "
+            "write to tensors in place, or make a new Trainer"
+        )
 
     def _note_change(self) -> None:
         """Note that results of skipped calls may differ from the recorded ones."""
@@ -401,6 +407,8 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 _OWN = {*OF_TORCH, "training", "forward"}
+PLAIN_TYPES = {bool, int, float, str, list, tuple, dict, type(None)}
+MOST_ENTRIES = 10_000  # of a container that is looked into at each segment
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -412,25 +420,24 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _parts(module: nn.Module) -> Any:
-    """Return the ids of parameters and children, and shapes of other tensors."""
-    others = {**module._buffers, **vars(module)}
-    shapes = {key: value.shape for key, value in others.items() if isinstance(value, Tensor)}
-    return [*map(id, (*module._parameters.values(), *module._modules.values()))], shapes
+def _parts(module: nn.Module) -> list[int]:
+    """Return the ids of parameters and children."""
+    return [*map(id, (*module._parameters.values(), *module._modules.values()))]
 
 
 def _content(value: Any) -> Any:
-    """Return ``value`` as text, or its identity if it is no plain data."""
+    """Return a key of what ``value`` contains, and of itself if it is no plain data."""
 
     def parts(of: Any) -> Any:
         if callable(of) or isinstance(of, Tensor):
             raise TypeError
-        return str(of) if isinstance(of, torch.dtype) else vars(of)
+        return str(of) if isinstance(of, torch.dtype) else [type(of).__qualname__, vars(of)]
 
-    try:
-        return json.dumps(value, default=parts)
-    except (TypeError, ValueError, RecursionError):
-        return id(value), value
+    itself = None if type(value) in PLAIN_TYPES else Itself(value)
+    with suppress(TypeError, ValueError, RecursionError):
+        if not (isinstance(value, list | tuple | dict) and len(value) > MOST_ENTRIES):
+            return type(value), json.dumps(value, default=parts), itself
+    return type(value), Itself(value)
 
 
 def _visible(frame: FramePlan, stage: int) -> Iterator[str]:

@@ -167,3 +167,64 @@ def other_shape(model):
 def test_a_part_that_was_replaced_is_refused(change):
     with pytest.raises(PartitionError, match="other modules, parameters or shapes than when it was cut"):
         of_shared(2, change)
+
+
+# --- What a model keeps, and objects in its attributes --------------------------------------------------------------
+
+
+class Near:
+    def apply(self, h):
+        return h
+
+
+class Far(Near):
+    """Like the other it has no attributes."""
+
+    def apply(self, h):
+        return 2 * h
+
+
+class Keeps(nn.Module):
+    """Keeps its activation and the last means of it; counts in a dictionary that two modules share."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.linear, self.how, self.shared = nn.Linear(6, 6), Near(), shared
+        self.register_buffer("means", torch.zeros(0))
+
+    def forward(self, h):
+        self.activation = h.detach()
+        self.means = torch.cat([self.means, self.activation.mean()[None]])[-4:]
+        self.shared["calls"] += 1
+        return torch.tanh(self.how.apply(self.linear(h)) * self.shared["scale"] + self.shared["calls"] % 3)
+
+
+def by_hand(model):
+    model(torch.ones(3, 72))
+
+
+def farther(model):
+    model[2].how = Far()
+
+
+def scaled(model):
+    model[2].shared |= {"calls": 0, "scale": 0.5}
+
+
+def of_keeping(K, change):
+    torch.manual_seed(0)
+    shared = {"scale": 1.0, "calls": 0}
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), Keeps(shared), Keeps(shared), nn.Linear(6, 5))
+    trainer = toy_trainer(K, 2, "1f1b", model=model, balance="even" if K == 1 else [4, 1])
+    for _ in range(2):
+        trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+        shared["calls"] = 0  # this is what the copies count on from; that of one stage has counted here
+        trainer.evaluate(DATA)
+        change(model)
+        shared["calls"] = 0
+    return trainer.full_state_dict()["1.weight"]
+
+
+@pytest.mark.parametrize("change", [lambda model: None, by_hand, farther, scaled])
+def test_what_a_model_keeps_stands_in_no_changes_way(change):
+    torch.testing.assert_close(of_keeping(2, change), of_keeping(1, change))
