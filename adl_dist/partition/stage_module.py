@@ -426,7 +426,7 @@ def _parts(module: nn.Module) -> list[int]:
 
 
 def _content(value: Any) -> Any:
-    """Return a key of what ``value`` contains, and of itself if it is no plain data."""
+    """Return a key of the content of ``value``, and of itself if not plain."""
 
     def parts(of: Any) -> Any:
         if callable(of) or isinstance(of, Tensor):
