@@ -67,8 +67,8 @@ def check_dataset(dataset: object, *, name: str, min_samples: int, loading: Load
     ``name`` is its name in messages, like ``training``.
 
     Raises:
-        DataError: If ``dataset`` is not a dataset, is iterable but has a sampler, has no length although
-            ``samples_per_epoch`` is None, or has fewer samples than ``samples_per_epoch`` or ``min_samples``.
+        DataError: If ``dataset`` is not a dataset, has fewer samples than ``min_samples`` or ``samples_per_epoch``, or
+            is iterable and has a sampler, or neither a length nor ``samples_per_epoch``.
     """
     kind, num = f"{name} dataset: {type(dataset).__name__}", loading.samples_per_epoch
     is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -560,8 +560,7 @@ class ForwardRun:
                 args, kwargs = map_tensors(self._stub, (args, kwargs))
                 return func(*args, **kwargs)
             if name in LIKE_SECOND and not _is_batch(leaves[0]):
-                rest = map_tensors(self._stub, (args[1:], kwargs))
-                args, kwargs, leaves = (args[0], *rest[0]), rest[1], leaves[:1]
+                (args, kwargs), leaves = self.like_first(args, kwargs), leaves[:1]
                 if type(leaves[0]) not in (Value, ForeignParameter):
                     return func(*args, **kwargs)
             if any(map(_is_batch, leaves)):
@@ -730,6 +729,11 @@ class ForwardRun:
             )
         return found
 
+    def like_first(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments, with empty tensors for absent ones but the first."""
+        rest, others = map_tensors(self._stub, (args[1:], kwargs))
+        return (args[0], *rest), others
+
     def _stub(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
@@ -816,7 +820,7 @@ class _Watcher(TorchFunctionMode):
         if run.tape is not None and any(type(t) is nn.Parameter or run.tape.knows(t) for t in taken):
             if len(taken) < len(leaves):
                 with native():
-                    args, kwargs = (args[0], *map_tensors(run._stub, args[1:])), map_tensors(run._stub, kwargs)
+                    args, kwargs = run.like_first(args, kwargs)
             run.tape.note(func, args, kwargs, out, draws=draws)
         if key in run.mode.births and type(out) is Tensor:
             return as_value(out, Mark((*key, 0), EVERYWHERE, absent=False))

@@ -161,8 +161,8 @@ def predict(
 ) -> Prediction:
     """Predict a run of ``pipeline`` at the micro-batch size of ``profile``.
 
-    The cut is ``sizes``, or the best one if None. Delays that the method leaves open
-    (``delay=auto``) are chosen by :func:`with_delays`.
+    The cut is ``sizes``, or the best one if None. Delays that the method leaves open (``delay=auto``)
+    are chosen by :func:`with_delays`.
 
     Raises:
         PartitionError: If no cut is possible, or none fits into memory.

@@ -94,22 +94,7 @@ class StageModule(_Part):
         self.keep_tape, self.tape = False, None
         self._device: torch.device | None = None
         memo: dict[int, Any] = {id(m): m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
-        names: dict[int, list[str]] = {}
-        for name, tensor in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ):
-            names.setdefault(id(tensor), []).append(name)
-        held: dict[str, Tensor] = {}
-        calls = [call for mode in plan.recording.modes.values() for call in mode.calls.values()]
-        moved = plan.recording.moved.keys() | {name for call in calls for name in call.moves}
-        for name, tensor in held_tensors(model):
-            stages = plan.holders.get(name, ())
-            memo[id(tensor)] = own = self._own_or_other(name, tensor, stages)
-            if not own.is_meta and (own is not tensor or not isinstance(own, nn.Parameter)):
-                self._follows |= {name: id(tensor) in names}
-            if index in stages or (stages and name in plan.everywhere - moved):  # copies elsewhere stand still
-                held |= dict.fromkeys(names.get(id(tensor), ()), own)
+        held = self._take_tensors(model, memo)
         twin = copied(model, memo)
         self.model = twin
         self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
@@ -134,6 +119,29 @@ class StageModule(_Part):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the stage, even one named like a module."""
         object.__setattr__(self, name, value)
+
+    def _take_tensors(self, model: nn.Module, memo: dict[int, Any]) -> dict[str, Tensor]:
+        """Return the tensors of this stage by all their names.
+
+        ``memo`` gets what replaces each tensor of ``model`` in the copy.
+        """
+        plan, names = self.plan, dict[int, list[str]]()
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            names.setdefault(id(tensor), []).append(name)
+        held: dict[str, Tensor] = {}
+        calls = [call for mode in plan.recording.modes.values() for call in mode.calls.values()]
+        moved = plan.recording.moved.keys() | {name for call in calls for name in call.moves}
+        for name, tensor in held_tensors(model):
+            stages = plan.holders.get(name, ())
+            memo[id(tensor)] = own = self._own_or_other(name, tensor, stages)
+            if not own.is_meta and (own is not tensor or not isinstance(own, nn.Parameter)):
+                self._follows |= {name: id(tensor) in names}
+            if self.index in stages or (stages and name in plan.everywhere - moved):  # copies elsewhere stand still
+                held |= dict.fromkeys(names.get(id(tensor), ()), own)
+        return held
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return a tensor of the model for this stage: itself, a copy or on meta."""
@@ -287,7 +295,7 @@ class StageModule(_Part):
             if module is twin:  # a ScriptModule has no copy
                 continue
             if module is None or self._parts.setdefault(number, parts := _parts(module)) != parts:
-                raise self._other(self._names[id(twin)] or type(model).__name__)
+                raise self._not_as_cut(self._names[id(twin)] or type(model).__name__)
             now, before = _attributes(module), self._given[number]
             for key, value in now.items():
                 if before.get(key) != value:
@@ -304,10 +312,10 @@ class StageModule(_Part):
             own, theirs = tensor_named(self.model, name), tensor_named(model, name)
             if self._begun.setdefault(name, own) is own is not theirs and isinstance(own, Tensor):
                 if not isinstance(theirs, Tensor) or theirs.shape != own.shape:
-                    raise self._other(name)
+                    raise self._not_as_cut(name)
                 own.detach().copy_(theirs.detach())
 
-    def _other(self, name: str) -> PartitionError:
+    def _not_as_cut(self, name: str) -> PartitionError:
         return PartitionError(
             f"stage {self.index}: '{name}' of the model has other modules, parameters or shapes than when it was cut; "
             "write to tensors in place, or make a new Trainer"

@@ -32,8 +32,8 @@ NO_DIFFERENCE = 1e-9
 class Method:
     """A method and its hyper-parameters.
 
-    If ``accumulation_steps``, ``weights`` or ``delay`` is None, the method's default is used. In other fields None
-    turns the option off, or means what the field's help says.
+    None stands for the method's default in ``accumulation_steps``, ``weights`` and ``delay``. In other fields it turns
+    the option off, or has the meaning that the field's help gives.
 
     Raises:
         ConfigError: If the method cannot run with a value, or ignores it.

@@ -241,8 +241,8 @@ def links_between(links: str | None, world: World, agreement: Agreement, folder:
     """Return the links for the cut and delays, or None.
 
     ``links`` describes them. If it is ``auto``, rank 0 returns the links recorded in ``folder`` for as many stages in
-    as many processes, or those measured now; all ranks take part, and the others return None,
-    as do all for one stage, and for ``auto`` in a single process.
+    as many processes, or those measured now; all ranks take part, and the others return None. All return None for one
+    stage, and for ``auto`` in a single process.
     """
     K = world.num_stages
     if links is None or K == 1:

@@ -224,7 +224,7 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
 
 
 def test_a_plan_of_one_method_recommends_no_other(monkeypatch):
-    """The table has the others, too."""
+    """The table still lists all methods."""
     advice = "adl_dist.cli.plan.command.advise"
     monkeypatch.setattr(advice, lambda found, *_, **__: (None, " ".join(p.pipeline.method.name for p in found)))
     shows(done(*SMALL, "--stages", "2", "method=1f1b"), ["adl     2  4  ", "recommended  1f1b 1f1b 1f1b 1f1b 1f1b\n"])

@@ -111,7 +111,7 @@ def test_settings_of_a_script_have_the_names_of_a_commands():
 
 
 def test_a_row_has_no_setting_that_a_script_does_not_record(runs):
-    """Those of both are called as on the command line, and the runs are not taken for seeds of one row."""
+    """Settings of both kinds have the names of the command line, and each kind of run has a row of its own."""
     for seed, more in enumerate(({"runtime": {"trace": True, "codec": "none"}, "data": {"_target_": "mine"}}, {})):
         runs.add("adl", 0.9, seed=seed, **more)
     script = yaml.safe_load((runs.made[1] / "config.yaml").read_text())

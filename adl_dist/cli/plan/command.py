@@ -203,10 +203,10 @@ def _cuts(config: RunConfig, stages: Iterable[int], machine: Machine, chain: Cha
             isinstance(partition.balance, list) and partition.num_stages == K
         )  # else the question is which is best
         try:
-            faster = replace(machine, speeds=speeds)
-            faster.speeds_of(K)
+            of_devices = replace(machine, speeds=speeds)
+            of_devices.speeds_of(K)  # refuses another number of them
             check_places(chain, K)
-            cuts[K] = faster, checked_sizes(chain, K, partition.balance) if is_given else None
+            cuts[K] = of_devices, checked_sizes(chain, K, partition.balance) if is_given else None
         except (PartitionError, ConfigError) as error:
             refused[K] = str(error).replace("partition.num_stages=", "--stages ")
     if not cuts:
