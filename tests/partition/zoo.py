@@ -327,7 +327,7 @@ def _transformers(name: str) -> nn.Module:
     builder = getattr(hf, auto)
     model: Any = builder(config) if not auto.startswith("Auto") else builder.from_config(config)
     if "checkpoints" in name:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     return model
 
 
