@@ -16,11 +16,15 @@ FEW = {
 # Gradients are summed over stages, in another order than in the uncut model: of tied weights, and of values that
 # modules on several stages use.
 SUMMED = {
-    *("t5", "bart", "marian", "whisper", "albert", "deberta", "deberta-v2", "qwen3", "gemma3", "rwkv", "mamba"),
-    *("cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224", "inception_v3"),
+    *("t5", "bart", "marian", "whisper", "albert", "deberta", "deberta-v2", "qwen3", "qwen3_moe", "gemma3", "rwkv"),
+    *("mamba", "cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224", "inception_v3"),
 }
-# One ulp of the uncut model's weights changes a gradient by 4e-11, and by 2e-7 after the next update.
-TOLERANCE = {"inception_v3": 1e-10}
+# A gradient crosses the cut in the memory layout of its value. In that of the uncut model it would be summed in another
+# order, over positions for a bias.
+LAID_OUT = {"mamba2", "funnel", "convnext"}
+# One ulp of the uncut model's weights changes a gradient of inception_v3 by 4e-11, and by 2e-7 after the next update;
+# one of mamba2, which computes in float32 inside, by 1.5e-8.
+TOLERANCE = {"inception_v3": 1e-10, "mamba2": 1e-10}
 
 
 def assert_stages_compute_the_same(library, name, num_stages, *, replays=False):
@@ -33,7 +37,7 @@ def assert_stages_compute_the_same(library, name, num_stages, *, replays=False):
         tolerance=TOLERANCE.get(name, 1e-12),
         replays=replays,
     )
-    assert told.kind == "equal" or (told.kind == "close" and (replays or name in SUMMED)), told
+    assert told.kind == "equal" or (told.kind == "close" and (replays or name in SUMMED | LAID_OUT)), told
     gc.collect()  # graphs hold cycles, and the next network may need the memory
 
 
