@@ -190,6 +190,8 @@ class LocalWorker:
                     self._load(command.path, command.update)
                 case messages.Save():
                     part = PartWriter(self.world.rank, report_part)
+                    for stage in self.stages:
+                        stage.take_changes()  # of callbacks
                     tensors = state_of(self.stages, self.pipeline.num_stages)
                     if (place := self._stream.place() if self._stream is not None else None) is not None:
                         tensors |= shard_of_place(place)
@@ -327,6 +329,7 @@ class LocalWorker:
                 for k in sorted(self.contexts, reverse=True):  # the stage nearest the loss knows most of one fault
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()
+                    self.contexts[k].stage.end()
             finally:
                 if batches is not None:
                     batches.close()

@@ -392,7 +392,7 @@ class ForwardRun:
         """Repeat the calls of ``tape`` for ``acts``, and return the result."""
         if self.mode.draws and self.stage.seeds is not None:
             self._own_streams = self.stage.seeds[1]
-        return tape.play(acts, self._stream, lambda name: tensor_named(self.stage, name))
+        return tape.play(acts, self._stream, lambda name: tensor_named(self.stage.model, name))
 
     def _compute(
         self,
@@ -429,9 +429,10 @@ class ForwardRun:
                     replaced[id(leaf)] = self._cloned(replaced[id(leaf)])  # received: not to be written to
         if any(replaced[id(leaf)] is not leaf for leaf in values):
             args, kwargs = map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+        begun = None if self.tape is None else self.tape.begin_call(function, args, kwargs)
         out = self._run(function, args, kwargs, [t for t in replaced.values() if type(t) is Value], draws=draws)
         if self.tape is not None:
-            self.tape.note(function, args, kwargs, out, draws=draws)
+            self.tape.end_call(function, begun, out, draws=draws)
         originals = {id(new): leaf for leaf in values if (new := replaced[id(leaf)]) is not leaf}
         if planned is not None and planned.recorded.by_rule:
             self._check_rule(planned, key, args, kwargs, out)

@@ -12,9 +12,13 @@ from adl_dist.errors import HERE
 
 CALL = "_compiled_call_impl"  # which nn.Module.__call__ calls first; copies of a module do not have it
 OF_TORCH = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", CALL}  # in vars() of each module
-OWN = "cli", "control", "partition", "stage", "training"  # not models, whose lines are as good as the user's
-PLACES = [os.path.dirname(torch.__file__), *(f"{HERE}{part}" for part in OWN)]
-NOT_THE_USERS = (*(f"{place}{os.sep}" for place in PLACES), "<frozen", "<string")  # beginnings of the names of files
+OWN = {*os.listdir(HERE)} - {"models"}  # of which the lines are as good as the user's
+NOT_THE_USERS = (  # beginnings of the names of files
+    *(f"{HERE}{part}" for part in OWN),
+    f"{os.path.dirname(torch.__file__)}{os.sep}",
+    "<frozen",
+    "<string",
+)
 
 
 def is_openable(module: nn.Module) -> bool:

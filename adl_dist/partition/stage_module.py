@@ -6,30 +6,23 @@ asking for their elements is an error with the user's line. A value that a call 
 """
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from adl_dist.batch import Structure
-from adl_dist.errors import PartitionError
-from adl_dist.partition.absent import Itself, Results, module_signature
+from adl_dist.partition.absent import Results, module_signature
 from adl_dist.partition.containers import map_tensors
 from adl_dist.partition.forward_run import ForwardError, ForwardRun, call_of
-from adl_dist.partition.intercept import OF_TORCH, place_of_call
-from adl_dist.partition.recording import copied, held_tensors, module_named, put_tensor, tensor_named
+from adl_dist.partition.intercept import place_of_call
+from adl_dist.partition.recording import copied, held_tensors, module_named, put_tensor
 from adl_dist.partition.stage_plan import EXTRA_STATE, CallPlan, FramePlan, StagePlan, Way
 from adl_dist.partition.tape import Tape
-from adl_dist.partition.value import (
-    Watch,
-    as_tensor,
-    foreign_parameter,
-    native,
-)
+from adl_dist.partition.user_changes import UserChanges
+from adl_dist.partition.value import Watch, as_tensor, foreign_parameter, native
 
 
 class _Part(nn.Module):
@@ -86,20 +79,16 @@ class StageModule(_Part):
         self.is_last = index == plan.num_stages - 1
         self.copies: list[str] = []
         self._of_process = {index, *of_process}
-        self._firsts: set[str] = set()  # names of buffers that are the model's own
-        self._follows: dict[str, bool] = {}  # names of tensors with values of the model's: whether they are registered
-        self._begun: dict[str, Any] = {}  # these tensors when the first segment of the call began
+        self._firsts: set[str] = set()  # names of buffers and attributes that are the model's own
         self.seeds: tuple[dict[str, int], Any] | None = None
         self.own_streams: Any = None
         self.keep_tape, self.tape = False, None
         self._device: torch.device | None = None
         memo: dict[int, Any] = {id(m): m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
-        held = self._take_tensors(model, memo)
+        held, copied_names = self._take_tensors(model, memo)
         twin = copied(model, memo)
         self.model = twin
-        self._twins = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
-        self._given = {n: _attributes(m) for n, m in enumerate(model.modules())}
-        self._parts: dict[int, Any] = {}  # of each module of the model when the first segment began
+        self._changes = UserChanges(model, twin, copies=copied_names, shared=self._firsts)
         self._register(twin, held)
         self.is_changed = False  # by the user, since the model was recorded
         self.results: dict[CallPlan, Results] = {}
@@ -120,8 +109,8 @@ class StageModule(_Part):
         """Set an attribute of the stage, even one named like a module."""
         object.__setattr__(self, name, value)
 
-    def _take_tensors(self, model: nn.Module, memo: dict[int, Any]) -> dict[str, Tensor]:
-        """Return the tensors of this stage by all their names.
+    def _take_tensors(self, model: nn.Module, memo: dict[int, Any]) -> tuple[dict[str, Tensor], list[str]]:
+        """Return (tensors of this stage by all their names, names of its copies).
 
         ``memo`` gets what replaces each tensor of ``model`` in the copy.
         """
@@ -132,16 +121,17 @@ class StageModule(_Part):
         ):
             names.setdefault(id(tensor), []).append(name)
         held: dict[str, Tensor] = {}
+        copied_names: list[str] = []
         calls = [call for mode in plan.recording.modes.values() for call in mode.calls.values()]
         moved = plan.recording.moved.keys() | {name for call in calls for name in call.moves}
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
             memo[id(tensor)] = own = self._own_or_other(name, tensor, stages)
-            if not own.is_meta and (own is not tensor or not isinstance(own, nn.Parameter)):
-                self._follows |= {name: id(tensor) in names}
+            if own is not tensor and not own.is_meta:
+                copied_names.append(name)
             if self.index in stages or (stages and name in plan.everywhere - moved):  # copies elsewhere stand still
                 held |= dict.fromkeys(names.get(id(tensor), ()), own)
-        return held
+        return held, copied_names
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return a tensor of the model for this stage: itself, a copy or on meta."""
@@ -247,9 +237,7 @@ class StageModule(_Part):
     def replace(self, name: str, old: Tensor, new: Tensor) -> None:
         """Replace ``old``, a tensor of this stage and the model, by ``new``."""
         path, _, key = name.rpartition(".")
-        twin = self.model.get_submodule(path)
-        users = [module for mine, other in self._twins if other is twin and (module := mine()) is not None]
-        for module in (twin, *self._registered(path), *users):
+        for module in (self.model.get_submodule(path), *self._registered(path), *self._changes.replaces(name, new)):
             for registry in (module._parameters, module._buffers):
                 if registry.get(key) is old:
                     registry[key] = new  # type: ignore[assignment]
@@ -284,47 +272,13 @@ class StageModule(_Part):
     def take_changes(self) -> None:
         """Take over the changes that the user has made to the model.
 
-        These are attributes, hooks, ``requires_grad`` and elements of tensors, except of those that a forward of this
-        call has assigned. Raise PartitionError for other modules, parameters or shapes.
+        Raises:
+            PartitionError: If the model has other modules, parameters or shapes than when it was cut.
         """
-        if (model := self._twins[0][0]()) is None:  # the user has deleted it
-            return
-        memo: dict[int, Any] = {}  # what modules share is shared by their copies
-        for number, (mine, twin) in enumerate(self._twins):
-            module = mine()
-            if module is twin:  # a ScriptModule has no copy
-                continue
-            if module is None or self._parts.setdefault(number, parts := _parts(module)) != parts:
-                raise self._not_as_cut(self._names[id(twin)] or type(model).__name__)
-            now, before = _attributes(module), self._given[number]
-            for key, value in now.items():
-                if before.get(key) != value:
-                    self._note_change()
-                    value = vars(module)[key]
-                    vars(twin)[key] = copy.copy(value) if key.endswith("_hooks") else copy.deepcopy(value, memo)
-            self._given[number] = now
-            for key, parameter in module._parameters.items():
-                other = twin._parameters.get(key)
-                if parameter is not None and other is not None and other.requires_grad != parameter.requires_grad:
-                    other.requires_grad_(parameter.requires_grad)
-                    self._note_change()
-        for name in self._follows:
-            own, theirs = tensor_named(self.model, name), tensor_named(model, name)
-            if self._begun.setdefault(name, own) is own is not theirs and isinstance(own, Tensor):
-                if not isinstance(theirs, Tensor) or theirs.shape != own.shape:
-                    raise self._not_as_cut(name)
-                own.detach().copy_(theirs.detach())
-
-    def _not_as_cut(self, name: str) -> PartitionError:
-        return PartitionError(
-            f"stage {self.index}: '{name}' of the model has other modules, parameters or shapes than when it was cut; "
-            "write to tensors in place, or make a new Trainer"
-        )
-
-    def _note_change(self) -> None:
-        """Note that results of skipped calls may differ from the recorded ones."""
-        self.is_changed = True
-        self.results.clear()
+        if self._changes.take():
+            self.is_changed = True  # results of skipped calls may differ from the recorded ones
+            self.results.clear()
+        self.register_buffers()
 
     def forward(self, *acts: Tensor, replay: Tape | None = None, buffers: Mapping[str, Tensor] | None = None) -> Any:
         """Return a tuple of tensors for the next stage, or the model's result.
@@ -386,23 +340,10 @@ class StageModule(_Part):
                 registry[name.rpartition(".")[2]] = own[name]
 
     def give_state(self) -> None:
-        """Put extra state and replaced buffers back into the user's model."""
+        """Put extra state and replaced buffers into the user's model."""
         kept = {id(part._keeps_extra_of) for part in self.modules() if isinstance(part, _Part)}
         kept |= {id(part) for part in self.modules()}
-        extra = {id(module) for module in extra_states(self.model).values()} & kept
-        for mine, twin in self._twins:
-            if (module := mine()) is None:
-                continue
-            if id(twin) in extra:
-                module.set_extra_state(copy.deepcopy(twin.get_extra_state()))
-            for key, tensor in twin._buffers.items():
-                if tensor is not None and not tensor.is_meta and key in module._buffers and self._holds(twin, key):
-                    module._buffers[key] = tensor
-        self._begun = {name: own for name, own in self._begun.items() if not self._follows[name]}
-
-    def _holds(self, twin: nn.Module, key: str) -> bool:
-        name = self._names.get(id(twin))
-        return name is not None and f"{name}.{key}".lstrip(".") in self._firsts.intersection(self.held)
+        self._changes.give([module for module in extra_states(self.model).values() if id(module) in kept])
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -412,40 +353,6 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
-
-
-_OWN = {*OF_TORCH, "training", "forward"}
-PLAIN_TYPES = {bool, int, float, str, list, tuple, dict, type(None)}
-MOST_ENTRIES = 10_000  # of a container that is looked into at each segment
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a user may change, with hook dicts copied."""
-    return {
-        key: (*value.items(),) if key.endswith("_hooks") and isinstance(value, dict) else _content(value)
-        for key, value in vars(module).items()
-        if key not in _OWN and not isinstance(value, Tensor)
-    }
-
-
-def _parts(module: nn.Module) -> list[int]:
-    """Return the ids of parameters and children."""
-    return [*map(id, (*module._parameters.values(), *module._modules.values()))]
-
-
-def _content(value: Any) -> Any:
-    """Return a key of the content of ``value``, and of itself if not plain."""
-
-    def parts(of: Any) -> Any:
-        if callable(of) or isinstance(of, Tensor):
-            raise TypeError
-        return str(of) if isinstance(of, torch.dtype) else [type(of).__qualname__, vars(of)]
-
-    itself = None if type(value) in PLAIN_TYPES else Itself(value)
-    with suppress(TypeError, ValueError, RecursionError):
-        if not (isinstance(value, list | tuple | dict) and len(value) > MOST_ENTRIES):
-            return type(value), json.dumps(value, default=parts), itself
-    return type(value), Itself(value)
 
 
 def _visible(frame: FramePlan, stage: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adl_dist.batch import Tensors
+from adl_dist.batch import Tensors, version_of
 from adl_dist.errors import PartitionError
 from adl_dist.partition.containers import map_leaves, map_tensors, tensors_in
 
@@ -29,6 +29,7 @@ class Tape:
         """Start a tape for the incoming activations ``acts``."""
         self._numbers: dict[int, _Number] = {}
         self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._constants: list[tuple[Tensor, int]] = []  # with their versions
         self._steps: list[tuple[Callable[..., Any], Any, Any, list[_Number], Any, bool, Autocasts]] = []
         self._autocasts = _autocasts()  # of the run, which a replay has, too
         self._inputs = [self._number(act) for act in acts]
@@ -62,15 +63,22 @@ class Tape:
         Raises:
             PartitionError: If the call computes with a tensor whose computation is not on the tape.
         """
+        self.end_call(function, self.begin_call(function, args, kwargs), out, draws=draws)
+
+    def begin_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the noted arguments of a call that may change their containers."""
         if isinstance(module := getattr(function, "__self__", None), nn.Module):
             for part in module.modules():
                 for key, held in vars(part).items():
                     if isinstance(held, Tensor) and self.knows(held):  # as a hook before the call has computed it
                         self.note(partial(_assign, part, key), (held,), {}, None)
-        args, kwargs = self._numbered((args, kwargs))
+        return self._numbered((args, kwargs))
+
+    def end_call(self, function: Callable[..., Any], begun: Any, out: Any, *, draws: Any) -> None:
+        """Note the call whose arguments :meth:`begin_call` has returned."""
         numbers = [self._number(t) for t in tensors_in(out)]
         autocasts = now if (now := _autocasts()) != self._autocasts else ()
-        self._steps.append((function, args, kwargs, numbers, draws, torch.is_grad_enabled(), autocasts))
+        self._steps.append((function, *begun, numbers, draws, torch.is_grad_enabled(), autocasts))
 
     def _numbered(self, value: Any) -> Any:
         def number(tensor: Tensor) -> Any:
@@ -80,14 +88,26 @@ class Tape:
                     f"a {type(tensor).__name__}{[*tensor.shape]} comes from a computation that a replay of the forward "
                     "cannot repeat; use method.weights=stash, without recomputation"
                 )
+            if found is tensor:
+                self._constants.append((tensor, version_of(tensor)))
             return found
 
         return map_tensors(number, value)
 
     def end(self, result: Any) -> None:
-        """Note the stage's result and release all tensors."""
+        """Note the stage's result and release all tensors.
+
+        Raises:
+            PartitionError: If the forward has written to a tensor that does not depend on the batch after its use.
+        """
         self._result = self._numbered(result)
-        self._numbers, self._alive = {}, []
+        for tensor, version in self._constants:
+            if version_of(tensor) != version:
+                raise PartitionError(
+                    f"the forward writes to a tensor {[*tensor.shape]} after its use, so a replay would compute with "
+                    "other elements; write to a copy, or use method.weights=stash, without recomputation"
+                )
+        self._numbers, self._alive, self._constants = {}, [], []
 
     def play(self, acts: Tensors, stream: Callable[[Any], Any], buffer: Callable[[str], Tensor]) -> Any:
         """Repeat the calls and return the result.

@@ -228,8 +228,7 @@ class Stage(Learner):
         self._first_version, self._forward_version = self.version, None
         self.tally = StepStats()
         self.faults.forget()
-        if self._part is not None:
-            self._part.take_changes()
+        self.take_changes()
         self._set_mode(training=training)
         # Gradients that an interrupted segment, or the user, has left there belong to no group.
         self.in_flight.clear()
@@ -245,6 +244,16 @@ class Stage(Learner):
         if training:
             self._check_trains_the_same()
             self._trained.zero_grad()
+
+    def take_changes(self) -> None:
+        """Take over the changes that the user has made to the model."""
+        if self._part is not None:
+            self._part.take_changes()
+
+    def end(self) -> None:
+        """Put state that the segment has replaced into the user's model."""
+        if self._part is not None:
+            self._part.give_state()
 
     def _check_trains_the_same(self) -> None:
         """Raise ConfigError if ``requires_grad`` of a parameter was changed."""

@@ -153,6 +153,9 @@ class PartitionedModel:
         """
         if self.sizes is None and self.weights is not None:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
+        for module in self.modules.values():
+            if isinstance(module, StageModule):
+                module.take_changes()
         own = {k: module.state_dict() for k, module in self.modules.items()}
         if self.sizes is None or self.num_stages == 1:  # its modules may be others than at the start
             return {name: _plain(tensor) for name, tensor in own[self.own[0]].items()}
@@ -324,6 +327,15 @@ class PartitionedModel:
         """
         settled = self._settled
         assert settled is not None
+        tied = {name for names in self.ties.values() for name in names}
+        for module in self.modules.values():
+            named = parameters_by_name(module)
+            if frozen := [name for name in tied if name in named and not named[name].requires_grad]:
+                raise ConfigError(
+                    f"'{min(frozen)}', which several stages use, was trained when the model was cut and is frozen now; "
+                    "freeze it before the first call, or make a new Trainer, of a model with the weights of "
+                    "full_state_dict()"
+                )
         if self.num_stages > 1 and (unlike := self._trained() - settled.trained):
             raise ConfigError(
                 f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages result then on "

@@ -312,9 +312,23 @@ def test_writes_of_two_stages_to_one_tensor_may_be_refused():
     assert "another stage writes to a tensor that this stage has computed with" in told.text
 
 
-def test_a_replay_without_a_tensors_computation_is_refused():
-    stages, _ = stages_of(lambda: Net(maps), RECORDED, [1, len(Chain(Net(maps), RECORDED).units) - 1])
-    with pytest.raises(PartitionError, match="from a computation that a replay of the forward cannot repeat"):
+def offsets(net, x):
+    offset = torch.zeros(len(x), 1)
+    x = net.a(x) + offset
+    offset += 0.1
+    return net.b(x) + offset
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (maps, "from a computation that a replay of the forward cannot repeat"),
+        (offsets, r"writes to a tensor \[5, 1\] after its use, so a replay would compute with other elements"),
+    ],
+)
+def test_a_replay_that_cannot_repeat_the_forward_is_refused(forward, message):
+    stages, _ = stages_of(lambda: Net(forward), RECORDED, [1, len(Chain(Net(forward), RECORDED).units) - 1])
+    with pytest.raises(PartitionError, match=message):
         chain(stages, normal(FIVE, 8), loss_of, 0, replays=True)
 
 

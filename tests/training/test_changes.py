@@ -1,5 +1,8 @@
 """Changes of model and loss by the user: between two calls of fit, by a callback, by a forward."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -76,7 +79,7 @@ def test_a_callback_may_not_freeze():
 
 
 class Shared(nn.Module):
-    """A weight, two buffers, a tensor and two containers of numbers, all used on several stages."""
+    """A weight, two buffers, a tensor and numbers in three objects, all used on several stages."""
 
     def __init__(self):
         super().__init__()
@@ -85,13 +88,15 @@ class Shared(nn.Module):
         self.register_buffer("gain", torch.ones(6))
         self.register_buffer("calls", torch.zeros(()))
         self.shift, self.options, self.taus = torch.zeros(()), {"scale": 1.0}, [1.0]
+        self.late, self.config = 0.0, SimpleNamespace(rate=1.0, ignored={"a"}, activation=torch.tanh, table=np.zeros(2))
 
     def forward(self, x):
         if self.training:
             self.calls += 0.01
-        h = x.flatten(1)
+        h, config = x.flatten(1), self.config
         for layer in (self.into, self.layer, self.again):
-            h = torch.tanh(layer(h) * self.gain * self.options["scale"] / self.taus[0] + self.shift + self.calls)
+            h = layer(h) * self.gain * self.options["scale"] * config.rate / self.taus[0] + float(config.table[0])
+            h = config.activation(h + self.shift + self.calls + self.late)
         return self.head(h)
 
 
@@ -111,11 +116,11 @@ def fills(model):
 
 
 def assigns(model):
-    model.gain, model.shift = torch.full((6,), 0.5), torch.tensor(0.1)
+    model.gain, model.shift, model.late = torch.full((6,), 0.5), torch.tensor(0.1), torch.tensor(0.2)
 
 
 def counts(model):
-    model.options["scale"], model.taus[0] = 0.5, 2.0
+    model.options["scale"], model.taus[0], model.config.rate, model.config.table[0] = 0.5, 2.0, 0.5, 0.1
 
 
 def of_shared(K, change, folder=None):
@@ -138,6 +143,41 @@ def of_shared(K, change, folder=None):
 @pytest.mark.parametrize("K", [2, 3])
 def test_what_the_user_writes_reaches_every_stage(K, change):
     torch.testing.assert_close(of_shared(K, change), of_shared(1, change))
+
+
+@pytest.mark.parametrize("change", [halves, fills, assigns])
+def test_what_a_callback_writes_last_is_kept_and_saved(change, tmp_path):
+    def of_callback(K):
+        torch.manual_seed(0)
+        model, callback, folder = Shared(), adl_dist.Callback(), tmp_path / str(K)
+        callback.on_epoch = lambda now: change(model)
+        trainer = toy_trainer(K, 2, "1f1b", model=model, balance="even")
+        trainer.fit(DATA, epochs=2, batch_size=4, callbacks=[callback], monitoring=SILENT, run_dir=folder)
+        in_memory = trainer.full_state_dict()
+        trainer.load_checkpoint(folder)
+        return {"memory": in_memory, "checkpoint": trainer.full_state_dict(), "model": dict(model.state_dict())}
+
+    torch.testing.assert_close(of_callback(2), of_callback(1))
+
+
+def test_a_tied_weight_may_not_be_frozen_later():
+    model = Shared()
+    trainer = toy_trainer(2, 2, "1f1b", model=model, balance="even")
+    trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+    model.layer.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"'layer.weight', which several stages use, .* and is frozen now"):
+        trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}])
+def test_a_replay_moves_no_buffer_of_the_model_again(options):
+    def of_replays(K):
+        torch.manual_seed(0)
+        trainer = toy_trainer(K, 2, "gpipe", options, model=Shared(), balance="even")
+        trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+        return trainer.full_state_dict()
+
+    torch.testing.assert_close(of_replays(2), of_replays(1))
 
 
 @pytest.mark.ranks
@@ -163,7 +203,11 @@ def other_shape(model):
     model.gain = torch.ones(1)
 
 
-@pytest.mark.parametrize("change", [other_head, other_weights, prunes, other_shape])
+def other_forward(model):
+    model.layer.forward = model.again.forward
+
+
+@pytest.mark.parametrize("change", [other_head, other_weights, prunes, other_shape, other_forward])
 def test_a_part_that_was_replaced_is_refused(change):
     with pytest.raises(PartitionError, match="other modules, parameters or shapes than when it was cut"):
         of_shared(2, change)
@@ -185,14 +229,26 @@ class Far(Near):
 
 
 class Keeps(nn.Module):
-    """Keeps its activation and the last means of it; counts in a dictionary that two modules share."""
+    """Keeps its activation, a table for the last size and means; counts in a dictionary that two modules share."""
 
     def __init__(self, shared):
         super().__init__()
-        self.linear, self.how, self.shared = nn.Linear(6, 6), Near(), shared
+        self.linear, self.how, self.shared, self.size = nn.Linear(6, 6), Near(), shared, 0
+        self.calls = 0
         self.register_buffer("means", torch.zeros(0))
+        self.register_buffer("table", torch.zeros(0, 1), persistent=False)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
 
     def forward(self, h):
+        self.calls += self.training
+        if len(h) != self.size:
+            self.size, self.table = len(h), torch.arange(len(h))[:, None] / 10
+        h = h + self.table + self.calls / 100
         self.activation = h.detach()
         self.means = torch.cat([self.means, self.activation.mean()[None]])[-4:]
         self.shared["calls"] += 1
@@ -201,6 +257,10 @@ class Keeps(nn.Module):
 
 def by_hand(model):
     model(torch.ones(3, 72))
+
+
+def forgets(model):
+    model.load_state_dict({**model.state_dict(), "2._extra_state": {"calls": 0}}, strict=False)
 
 
 def farther(model):
@@ -218,13 +278,13 @@ def of_keeping(K, change):
     trainer = toy_trainer(K, 2, "1f1b", model=model, balance="even" if K == 1 else [4, 1])
     for _ in range(2):
         trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+        change(model)
         shared["calls"] = 0  # this is what the copies count on from; that of one stage has counted here
         trainer.evaluate(DATA)
-        change(model)
         shared["calls"] = 0
     return trainer.full_state_dict()["1.weight"]
 
 
-@pytest.mark.parametrize("change", [lambda model: None, by_hand, farther, scaled])
+@pytest.mark.parametrize("change", [lambda model: None, by_hand, forgets, farther, scaled])
 def test_what_a_model_keeps_stands_in_no_changes_way(change):
     torch.testing.assert_close(of_keeping(2, change), of_keeping(1, change))
