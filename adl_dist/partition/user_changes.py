@@ -1,4 +1,4 @@
-"""Changes of a model by its user between segments, taken over by the copy of one stage."""
+"""Changes of a model by its user between segments, for a stage's copy."""
 
 import copy
 import hashlib
@@ -23,7 +23,7 @@ _SIMPLE = {bool, int, float, str, type(None)}
 
 
 class UserChanges:
-    """The user's model and a stage's copy of it, compared attribute by attribute.
+    """The user's model and a stage's copy, compared attribute by attribute.
 
     A tensor of the model that the stage shares with it needs no comparison. Of any other the stage has a copy, which
     follows the model's.
@@ -75,7 +75,7 @@ class UserChanges:
         return has_new_gradients or bool(changed)
 
     def _memo(self) -> dict[int, Any]:
-        """Return what replaces the modules and tensors of the model in a copy."""
+        """Return a memo of deepcopy, with the copies of modules and tensors."""
         memo: dict[int, Any] = {}
         for mine, twin in self._pairs:
             if (module := mine()) is not None:
@@ -104,7 +104,10 @@ class UserChanges:
                 self._given[name] = own
 
     def replaces(self, name: str, new: Tensor) -> Iterator[nn.Module]:
-        """Yield the user's module that has the tensor ``name``, for which both now get ``new``."""
+        """Yield the user's module with the tensor ``name``.
+
+        The caller replaces the tensor there, and in the copy, by ``new``.
+        """
         if name in self._given:
             self._given[name] = new
         if (model := self._pairs[0][0]()) is not None:
