@@ -75,7 +75,7 @@ class Tape:
         return self._numbered((args, kwargs))
 
     def end_call(self, function: Callable[..., Any], begun: Any, out: Any, *, draws: Any) -> None:
-        """Note the call whose arguments :meth:`begin_call` has returned."""
+        """Note the result of a call, with its arguments of :meth:`begin_call`."""
         numbers = [self._number(t) for t in tensors_in(out)]
         autocasts = now if (now := _autocasts()) != self._autocasts else ()
         self._steps.append((function, *begun, numbers, draws, torch.is_grad_enabled(), autocasts))

@@ -25,8 +25,7 @@ _SIMPLE = {bool, int, float, str, type(None)}
 class UserChanges:
     """The user's model and a stage's copy, compared attribute by attribute.
 
-    A tensor of the model that the stage shares with it needs no comparison. Of any other the stage has a copy, which
-    follows the model's.
+    Tensors that both have need no comparison. Copies of others follow the model's.
     """
 
     def __init__(self, model: nn.Module, twin: nn.Module, *, copies: Collection[str], shared: Collection[str]) -> None:
@@ -35,12 +34,13 @@ class UserChanges:
         ``copies`` are names of tensors of which ``twin`` has a copy, and ``shared`` of buffers and attributes that both
         have.
         """
-        self._twin, self._copies = twin, copies
+        self._twin, self._shared = twin, {*shared}
         self._pairs = [(ref(mine), other) for mine, other in zip(model.modules(), twin.modules(), strict=True)]
         known: dict[int, Any] = {}
         self._contents = [_contents(module, known) for module in model.modules()]
         self._parts: dict[int, list[int]] = {}  # of each module of the model when the first segment began
-        self._given = {name: tensor_named(model, name) for name in shared}  # as the model has them
+        # Tensors as last seen, by name: (the copy's, the model's).
+        self._seen = {name: (tensor_named(twin, name), tensor_named(model, name)) for name in (*copies, *shared)}
 
     def take(self) -> bool:
         """Take over the changes; return whether shapes may differ by them.
@@ -61,7 +61,8 @@ class UserChanges:
                 name = next((n for n, part in self._twin.named_modules() if part is twin), "")
                 raise _not_as_cut(name or type(model).__name__)
             now, before = _contents(module, known), self._contents[number]
-            changed += [(module, twin, key) for key, content in now.items() if before.get(key) != content]
+            keys = [key for key, content in now.items() if before.get(key) != content]
+            changed += [(module, twin, key) for key in keys if vars(module)[key] is not vars(twin).get(key, self)]
             self._contents[number] = now
             for key, parameter in module._parameters.items():
                 other = twin._parameters.get(key)
@@ -85,9 +86,10 @@ class UserChanges:
         return memo
 
     def _take_tensors(self, model: nn.Module) -> None:
-        for name in (*self._copies, *self._given):
+        for name, (own_before, theirs_before) in self._seen.items():
             own, theirs = tensor_named(self._twin, name), tensor_named(model, name)
-            if own is theirs or not isinstance(own, Tensor) or own.is_meta or self._given.get(name) is theirs:
+            is_assigned = own is not own_before and theirs is theirs_before  # by a forward
+            if own is theirs or is_assigned or not isinstance(own, Tensor) or own.is_meta:
                 continue
             path, _, key = name.rpartition(".")
             if isinstance(theirs, Tensor) and theirs.shape == own.shape:
@@ -95,21 +97,19 @@ class UserChanges:
             elif isinstance(theirs, Tensor) and key in module_named(model, path)._non_persistent_buffers_set:
                 own = theirs.detach().to(own.device, own.dtype, copy=True)
                 put_tensor(module_named(self._twin, path), name, own)
-            elif key in vars(module_named(model, path)):
-                continue  # an attribute, which has been copied
-            else:
+            elif key not in vars(module_named(model, path)):  # an attribute has been copied
                 raise _not_as_cut(name)
-            if name in self._given:
-                put_tensor(module_named(model, path), name, own)
-                self._given[name] = own
+            if name in self._shared and isinstance(theirs, Tensor):
+                put_tensor(module_named(model, path), name, theirs := own)
+            self._seen[name] = own, theirs
 
     def replaces(self, name: str, new: Tensor) -> Iterator[nn.Module]:
         """Yield the user's module with the tensor ``name``.
 
         The caller replaces the tensor there, and in the copy, by ``new``.
         """
-        if name in self._given:
-            self._given[name] = new
+        if name in self._seen:
+            self._seen[name] = new, new if name in self._shared else self._seen[name][1]
         if (model := self._pairs[0][0]()) is not None:
             yield module_named(model, name.rpartition(".")[0])
 
@@ -121,14 +121,15 @@ class UserChanges:
                 self._contents[number] = _contents(module, {})
         if (model := self._pairs[0][0]()) is None:
             return
-        for name, before in self._given.items():
+        for name in self._shared:
             path, _, key = name.rpartition(".")
             module, own = module_named(model, path), tensor_named(self._twin, name)
             # Not a table, which would no longer fit numbers that the model keeps with it.
             is_state = key in module._buffers and key not in module._non_persistent_buffers_set
-            if is_state and isinstance(own, Tensor) and not own.is_meta and tensor_named(model, name) is before:
+            is_theirs = tensor_named(model, name) is not self._seen[name][1]  # the user has assigned another one
+            if is_state and not is_theirs and isinstance(own, Tensor) and not own.is_meta:
                 put_tensor(module, name, own)
-                self._given[name] = own
+                self._seen[name] = own, own
 
 
 def _not_as_cut(name: str) -> PartitionError:
@@ -145,13 +146,12 @@ def _parts(module: nn.Module) -> list[int]:
 
 
 def _copy_attribute(module: nn.Module, twin: nn.Module, key: str, memo: dict[int, Any]) -> None:
-    value = vars(module)[key]
+    value, own = vars(module)[key], vars(twin).get(key)
     if key.endswith("_hooks"):
         vars(twin)[key] = copy.copy(value)
         return
     for tensor in tensors_in(value):  # of which those with a graph have no deepcopy
         memo.setdefault(id(tensor), tensor.detach().clone())
-    own = vars(twin).get(key)
     if not (isinstance(own, Tensor) and own.is_meta):  # of a stage that lacks it
         vars(twin)[key] = copy.deepcopy(value, memo)
 

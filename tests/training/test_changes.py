@@ -79,7 +79,7 @@ def test_a_callback_may_not_freeze():
 
 
 class Shared(nn.Module):
-    """A weight, two buffers, a tensor and numbers in three objects, all used on several stages."""
+    """A weight, three buffers, a tensor and numbers in three objects, all used on several stages."""
 
     def __init__(self):
         super().__init__()
@@ -87,16 +87,18 @@ class Shared(nn.Module):
         self.again.weight = self.layer.weight
         self.register_buffer("gain", torch.ones(6))
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("recent", torch.zeros(()), persistent=False)
         self.shift, self.options, self.taus = torch.zeros(()), {"scale": 1.0}, [1.0]
         self.late, self.config = 0.0, SimpleNamespace(rate=1.0, ignored={"a"}, activation=torch.tanh, table=np.zeros(2))
 
     def forward(self, x):
         if self.training:
             self.calls += 0.01
+            self.recent = 0.9 * self.recent + 0.01
         h, config = x.flatten(1), self.config
         for layer in (self.into, self.layer, self.again):
             h = layer(h) * self.gain * self.options["scale"] * config.rate / self.taus[0] + float(config.table[0])
-            h = config.activation(h + self.shift + self.calls + self.late)
+            h = config.activation(h + self.shift + self.calls + self.recent + self.late)
         return self.head(h)
 
 
