@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -155,7 +156,8 @@ class PartitionedModel:
             raise ConfigError("the model is on torch.device('meta') until fit or evaluate has made each process's part")
         for module in self.modules.values():
             if isinstance(module, StageModule):
-                module.take_changes()
+                with suppress(PartitionError):  # a new model may be made of this one's parts
+                    module.take_changes()
         own = {k: module.state_dict() for k, module in self.modules.items()}
         if self.sizes is None or self.num_stages == 1:  # its modules may be others than at the start
             return {name: _plain(tensor) for name, tensor in own[self.own[0]].items()}

@@ -215,6 +215,16 @@ def test_a_part_that_was_replaced_is_refused(change):
         of_shared(2, change)
 
 
+def test_a_part_that_was_replaced_leaves_the_trained_weights():
+    """They are needed for the new Trainer."""
+    model = Shared()
+    trainer = toy_trainer(2, 2, "1f1b", model=model, balance="even")
+    trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+    trained = dict(model.state_dict())
+    other_head(model)
+    torch.testing.assert_close(trainer.full_state_dict(), trained)
+
+
 # --- What a model keeps, and objects in its attributes --------------------------------------------------------------
 
 
