@@ -20,8 +20,8 @@ SUMMED = {
     *("mamba", "cait_xxs24_224", "coatnet_nano_rw_224", "xcit_nano_12_p16_224", "inception_v3"),
     "efficientformerv2_s0",
 }
-# A gradient crosses the cut in the memory layout of its value. In that of the uncut model it is summed in another order,
-# over positions for a bias; with kernels for AVX-512 this shows in the last bit.
+# A gradient crosses the cut in the memory layout of its value. In the uncut model it may have another, in which it is
+# summed in another order, over positions for a bias; with kernels for AVX-512 this shows in the last bit.
 LAID_OUT = {
     *("mamba2", "funnel", "convnext", "convnext_atto", "coat_lite_tiny", "convit_tiny", "edgenext_xx_small"),
     *("efficientformer_l1", "hgnetv2_b0", "levit_128s"),
