@@ -79,16 +79,15 @@ class StageModule(_Part):
         self.is_last = index == plan.num_stages - 1
         self.copies: list[str] = []
         self._of_process = {index, *of_process}
-        self._firsts: set[str] = set()  # names of buffers and attributes that are the model's own
         self.seeds: tuple[dict[str, int], Any] | None = None
         self.own_streams: Any = None
         self.keep_tape, self.tape = False, None
         self._device: torch.device | None = None
         memo: dict[int, Any] = {id(m): m for m in model.modules() if isinstance(m, torch.jit.ScriptModule)}
-        held, copied_names = self._take_tensors(model, memo)
+        held, copies, shared = self._take_tensors(model, memo)
         twin = copied(model, memo)
         self.model = twin
-        self._changes = UserChanges(model, twin, copies=copied_names, shared=self._firsts)
+        self._changes = UserChanges(model, twin, copies=copies, shared=shared)
         self._register(twin, held)
         self.is_changed = False  # by the user, since the model was recorded
         self.results: dict[CallPlan, Results] = {}
@@ -109,10 +108,11 @@ class StageModule(_Part):
         """Set an attribute of the stage, even one named like a module."""
         object.__setattr__(self, name, value)
 
-    def _take_tensors(self, model: nn.Module, memo: dict[int, Any]) -> tuple[dict[str, Tensor], list[str]]:
-        """Return (tensors of this stage by all their names, names of its copies).
+    def _take_tensors(self, model: nn.Module, memo: dict[int, Any]) -> tuple[dict[str, Tensor], list[str], list[str]]:
+        """Return (tensors by all their names, names of copies, of shared ones).
 
-        ``memo`` gets what replaces each tensor of ``model`` in the copy.
+        These are tensors of this stage. Parameters are shared without being named. ``memo`` gets what replaces each
+        tensor of ``model`` in the copy.
         """
         plan, names = self.plan, dict[int, list[str]]()
         for name, tensor in (
@@ -121,17 +121,20 @@ class StageModule(_Part):
         ):
             names.setdefault(id(tensor), []).append(name)
         held: dict[str, Tensor] = {}
-        copied_names: list[str] = []
+        copies, shared = list[str](), list[str]()
         calls = [call for mode in plan.recording.modes.values() for call in mode.calls.values()]
         moved = plan.recording.moved.keys() | {name for call in calls for name in call.moves}
         for name, tensor in held_tensors(model):
             stages = plan.holders.get(name, ())
             memo[id(tensor)] = own = self._own_or_other(name, tensor, stages)
+            aliases = [name] if isinstance(tensor, nn.Parameter) else names.get(id(tensor), [name])
             if own is not tensor and not own.is_meta:
-                copied_names.append(name)
+                copies += aliases
+            elif own is tensor and not isinstance(tensor, nn.Parameter):
+                shared += aliases
             if self.index in stages or (stages and name in plan.everywhere - moved):  # copies elsewhere stand still
                 held |= dict.fromkeys(names.get(id(tensor), ()), own)
-        return held, copied_names
+        return held, copies, shared
 
     def _own_or_other(self, name: str, tensor: Tensor, stages: Sequence[int]) -> Tensor:
         """Return a tensor of the model for this stage: itself, a copy or on meta."""
@@ -146,7 +149,6 @@ class StageModule(_Part):
             self.copies.append(name)
             return copy.deepcopy(tensor)
         if is_first:
-            self._firsts.add(name)
             return tensor
         if name in self.plan.everywhere or index in stages or not stages:
             return tensor.detach().clone() if tensor.is_leaf or stages else tensor

@@ -251,8 +251,12 @@ class Stage(Learner):
             self._part.take_changes()
 
     def end(self) -> None:
-        """Put state that the segment has replaced into the user's model."""
+        """Put state that the segment has replaced into the user's model.
+
+        Changes by callbacks are taken first.
+        """
         if self._part is not None:
+            self._part.take_changes()
             self._part.give_state()
 
     def _check_trains_the_same(self) -> None:

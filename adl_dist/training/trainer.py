@@ -393,9 +393,7 @@ class Trainer:
         progress = Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, MetricsWriter(None), progress, Totals(worker.unit))
         with self._keep_modes(), contextlib.closing(worker), self._applied(), self._bound(world), self._averaged(ema):
-            summary = running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
-            self._partitioned.give_state()
-            return summary
+            return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
     @arguments.one_at_a_time
     def full_state_dict(self, *, ema: bool = False) -> dict[str, Tensor]:
@@ -584,8 +582,10 @@ class Trainer:
                     stack.enter_context(signals.signal_handler(lambda name: running.ask(RequestKind.STOP, name)))
                     outputs.callbacks.on_interrupt = lambda why: running.requests.ask(RequestKind.STOP, why)
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
+        except BaseException:
+            self._partitioned.give_state()  # of a segment that has not ended
+            raise
         finally:
-            self._partitioned.give_state()
             recorder.close()  # writes what is left, which a disk may refuse
 
     def _reach(self, path: str | os.PathLike[str]) -> PurePath:

@@ -1,5 +1,7 @@
 """Changes of model and loss by the user: between two calls of fit, by a callback, by a forward."""
 
+import copy
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,15 +91,26 @@ class Shared(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("recent", torch.zeros(()), persistent=False)
         self.shift, self.options, self.taus = torch.zeros(()), {"scale": 1.0}, [1.0]
+        self.register_buffer("again_gain", self.gain)
+        self.steps = 0
         self.late, self.config = 0.0, SimpleNamespace(rate=1.0, ignored={"a"}, activation=torch.tanh, table=np.zeros(2))
+
+    def get_extra_state(self):
+        return self.steps
+
+    def set_extra_state(self, state):
+        self.steps = state
 
     def forward(self, x):
         if self.training:
+            self.steps += 1
             self.calls += 0.01
             self.recent = 0.9 * self.recent + 0.01
         h, config = x.flatten(1), self.config
         for layer in (self.into, self.layer, self.again):
-            h = layer(h) * self.gain * self.options["scale"] * config.rate / self.taus[0] + float(config.table[0])
+            h = layer(h) * self.gain * self.again_gain * self.options["scale"] * config.rate / self.taus[0] + float(
+                config.table[0]
+            )
             h = config.activation(h + self.shift + self.calls + self.recent + self.late)
         return self.head(h)
 
@@ -108,7 +121,8 @@ def halves(model):
 
 
 def loads(model):
-    model.load_state_dict({name: 0.7 * tensor for name, tensor in model.state_dict().items()})
+    state = model.state_dict()
+    model.load_state_dict({name: 0.7 * value if torch.is_tensor(value) else 7 for name, value in state.items()})
 
 
 def fills(model):
@@ -119,6 +133,14 @@ def fills(model):
 
 def assigns(model):
     model.gain, model.shift, model.late = torch.full((6,), 0.5), torch.tensor(0.1), torch.tensor(0.2)
+
+
+def keeps(model):
+    """Assign a tensor once, and write to it later."""
+    if float(model.gain[0]) != 0.5:
+        model.gain = model.again_gain = model.mine = torch.ones(6)
+    model.mine.fill_(0.5)
+    model.recent.zero_()
 
 
 def counts(model):
@@ -138,16 +160,16 @@ def of_shared(K, change, folder=None):
     if folder:
         trainer.load_checkpoint(folder)
     change(model)
-    return {**trainer.full_state_dict(), "loss": torch.tensor(loss), "after": trainer.evaluate(DATA)["validation_loss"]}
+    return {**trainer.full_state_dict(), "loss": loss, "after": trainer.evaluate(DATA)["validation_loss"]}
 
 
-@pytest.mark.parametrize("change", [halves, loads, fills, assigns, counts])
+@pytest.mark.parametrize("change", [halves, loads, fills, assigns, keeps, counts])
 @pytest.mark.parametrize("K", [2, 3])
 def test_what_the_user_writes_reaches_every_stage(K, change):
     torch.testing.assert_close(of_shared(K, change), of_shared(1, change))
 
 
-@pytest.mark.parametrize("change", [halves, fills, assigns])
+@pytest.mark.parametrize("change", [halves, fills, assigns, counts])
 def test_what_a_callback_writes_last_is_kept_and_saved(change, tmp_path):
     def of_callback(K):
         torch.manual_seed(0)
@@ -155,9 +177,9 @@ def test_what_a_callback_writes_last_is_kept_and_saved(change, tmp_path):
         callback.on_epoch = lambda now: change(model)
         trainer = toy_trainer(K, 2, "1f1b", model=model, balance="even")
         trainer.fit(DATA, epochs=2, batch_size=4, callbacks=[callback], monitoring=SILENT, run_dir=folder)
-        in_memory = trainer.full_state_dict()
+        found = {"memory": trainer.full_state_dict(), "loss": trainer.evaluate(DATA)["validation_loss"]}
         trainer.load_checkpoint(folder)
-        return {"memory": in_memory, "checkpoint": trainer.full_state_dict(), "model": dict(model.state_dict())}
+        return {**found, "checkpoint": trainer.full_state_dict(), "model": dict(model.state_dict())}
 
     torch.testing.assert_close(of_callback(2), of_callback(1))
 
@@ -177,7 +199,7 @@ def test_a_replay_moves_no_buffer_of_the_model_again(options):
         torch.manual_seed(0)
         trainer = toy_trainer(K, 2, "gpipe", options, model=Shared(), balance="even")
         trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
-        return trainer.full_state_dict()
+        return {name: value for name, value in trainer.full_state_dict().items() if torch.is_tensor(value)}
 
     torch.testing.assert_close(of_replays(2), of_replays(1))
 
@@ -194,7 +216,7 @@ def other_head(model):
 
 
 def other_weights(model):
-    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    model.load_state_dict({name: copy.copy(value) for name, value in model.state_dict().items()}, assign=True)
 
 
 def prunes(model):
@@ -300,3 +322,50 @@ def of_keeping(K, change):
 @pytest.mark.parametrize("change", [lambda model: None, by_hand, forgets, farther, scaled])
 def test_what_a_model_keeps_stands_in_no_changes_way(change):
     torch.testing.assert_close(of_keeping(2, change), of_keeping(1, change))
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, and asks an object that can be called."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.scale, self.bias = torch.Generator().manual_seed(0), Scale(), 0.1
+
+    def forward(self, h):
+        h = self.scale(h) + torch.rand(6, generator=self.generator)
+        return h + self.bias if hasattr(self, "bias") else h + 0
+
+
+class Scale:
+    by = 1.0
+
+    def __call__(self, h):
+        return self.by * h
+
+
+def deletes(noisy):
+    if hasattr(noisy, "bias"):
+        del noisy.bias
+
+
+@pytest.mark.parametrize("change", [lambda noisy: None, lambda noisy: setattr(noisy.scale, "by", 2.0), deletes])
+def test_objects_change_and_generators_go_on(change):
+    def of_noisy(K):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 6), Noisy(), nn.Linear(6, 6), nn.Linear(6, 5))
+        trainer = toy_trainer(K, 2, "1f1b", model=model, balance="even" if K == 1 else [4, 1])
+        for _ in range(2):
+            trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+            change(model[2])
+        return trainer.full_state_dict()
+
+    torch.testing.assert_close(of_noisy(2), of_noisy(1))
+
+
+def test_an_object_without_a_copy_is_refused_by_name():
+    model = Shared()
+    trainer = toy_trainer(2, 2, "1f1b", model=model, balance="even")
+    trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
+    model.lock = threading.Lock()
+    with pytest.raises(PartitionError, match="'lock' of Shared cannot be copied"):
+        trainer.fit(DATA, epochs=1, batch_size=4, monitoring=SILENT)
