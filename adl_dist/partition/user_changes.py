@@ -186,9 +186,9 @@ def _keys_of(module: nn.Module, known: dict[int, Any]) -> dict[str, Any]:
     for name, value in vars(module).items():
         if name in _OWN:
             continue
-        if type(value) in _SIMPLE:
+        if type(value) in _SIMPLE or (type(value) is tuple and _SIMPLE.issuperset(map(type, value))):
             found[name] = type(value), value
-        elif name.endswith("_hooks") and isinstance(value, dict):
+        elif isinstance(value, dict) and (not value or name.endswith("_hooks")):  # as most of a module's attributes
             found[name] = (*value.items(),)
         else:
             if id(value) not in known:
