@@ -21,7 +21,7 @@ from adl_dist.partition.recording import module_named, put_tensor, tensor_named
 
 _OWN = {*OF_TORCH, "training", "forward"}  # attributes of which the copies have their own
 _SIMPLE = {bool, int, float, str, type(None)}
-# Objects of which the content is followed elsewhere, or not at all.
+# Objects that stand for themselves: their content is followed elsewhere, or not at all.
 _WHOLE = Tensor, nn.Module, torch.Generator, type, FunctionType, BuiltinFunctionType, MethodType
 
 
@@ -54,7 +54,7 @@ class UserChanges:
         Raises:
             PartitionError: If a module or a parameter is another one, or a buffer in the state dict has another shape.
         """
-        if (model := self._pairs[0][0]()) is None:  # the user has deleted it
+        if (model := self._pairs[0][0]()) is None:  # deleted by the user
             return False
         changed, has_new_gradients, known = [], False, dict[int, Any]()
         for number, (mine, twin) in enumerate(self._pairs):
@@ -103,9 +103,10 @@ class UserChanges:
                 is_like = (theirs.dtype, theirs.device) == (own.dtype, own.device) and not theirs.requires_grad
                 if name in self._shared and is_like:
                     own = theirs
+                elif id(theirs) in made:
+                    own = made[id(theirs)]
                 else:
-                    copied = theirs.detach().to(own.device, own.dtype, copy=True)
-                    own = made.setdefault(id(theirs), copied)
+                    own = made[id(theirs)] = theirs.detach().to(own.device, own.dtype, copy=True)
                 put_tensor(module_named(self._twin, path), name, own)
             elif isinstance(theirs, Tensor):
                 own.detach().copy_(theirs.detach())
@@ -131,7 +132,7 @@ class UserChanges:
                 name = f"{self._names[id(twin)]}.{key}".lstrip(".")
                 if name not in self._shared or own is None or own.is_meta:
                     continue
-                if module is None or module._buffers.get(key) is not self._seen[name][1]:  # the user has assigned one
+                if module is None or module._buffers.get(key) is not self._seen[name][1]:  # replaced by the user
                     continue
                 # A table may no longer fit the numbers that the model keeps with it.
                 if key not in module._non_persistent_buffers_set or _numbers_of(twin) == _numbers_of(module):

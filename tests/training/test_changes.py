@@ -108,10 +108,8 @@ class Shared(nn.Module):
             self.recent = 0.9 * self.recent + 0.01
         h, config = x.flatten(1), self.config
         for layer in (self.into, self.layer, self.again):
-            h = layer(h) * self.gain * self.again_gain * self.options["scale"] * config.rate / self.taus[0] + float(
-                config.table[0]
-            )
-            h = config.activation(h + self.shift + self.calls + self.recent + self.late)
+            h = layer(h) * self.gain * self.again_gain * self.options["scale"] * config.rate / self.taus[0]
+            h = config.activation(h + self.shift + self.calls + self.recent + self.late + float(config.table[0]))
         return self.head(h)
 
 
